@@ -10,7 +10,8 @@
     ├── RolloutError           the user's rollout
     │   ├── EntryPointError    main.py cannot be loaded or wires no single workflow
     │   ├── DependencyError    pyproject.toml or uv.lock does not resolve or build
-    │   └── WorkflowError      the workflow raised, exited, hung or broke a limit
+    │   ├── WorkflowError      the workflow raised, exited, hung or broke a limit
+    │   └── OutOfMemory        the sandbox used more memory than it may
     ├── GraderError            the rollout's grader raised, hung, crashed or gave no reward
     ├── PolicyError            the model that answers
     │   ├── PolicyUnreachable  refused, reset, timed out, 5xx or 429 after all retries   (retryable)
@@ -59,7 +60,7 @@ class HarnessError(Exception):
 class UsageError(HarnessError):
     """Raised when the command, the config or the data is wrong and nothing was started."""
 
-    category = "validation_error"
+    category: ClassVar[Category] = "validation_error"
 
 
 class ConfigError(UsageError):
@@ -77,44 +78,48 @@ class SecretsError(UsageError):
 class RolloutError(HarnessError):
     """Raised when the user's rollout is at fault."""
 
-    party = "rollout"
-    category = "agent_error"
+    party: ClassVar[Party] = "rollout"
+    category: ClassVar[Category] = "agent_error"
 
 
 class EntryPointError(RolloutError):
     """Raised when the entry point cannot be loaded or does not name exactly one workflow."""
 
-    category = "validation_error"
+    category: ClassVar[Category] = "validation_error"
 
 
 class DependencyError(RolloutError):
     """Raised when the rollout's dependencies do not resolve, download or build."""
 
-    category = "validation_error"
+    category: ClassVar[Category] = "validation_error"
 
 
 class WorkflowError(RolloutError):
     """Raised when a workflow raised, exited, hung or broke a limit."""
 
 
+class OutOfMemory(RolloutError):
+    """Raised when a whole sandbox was ended because it used more memory than it may."""
+
+
 class GraderError(HarnessError):
     """Raised when a grader raised, hung, crashed or gave no reward."""
 
-    party = "grader"
-    category = "agent_error"
+    party: ClassVar[Party] = "grader"
+    category: ClassVar[Category] = "agent_error"
 
 
 class PolicyError(HarnessError):
     """Raised when the policy does not answer as an OpenAI-compatible server should."""
 
-    party = "policy"
-    category = "agent_error"
+    party: ClassVar[Party] = "policy"
+    category: ClassVar[Category] = "agent_error"
 
 
 class PolicyUnreachable(PolicyError):
     """Raised when the policy refused, reset, timed out, or still answered 429 or 5xx after every retry."""
 
-    retryable = True
+    retryable: ClassVar[bool] = True
 
 
 class PolicyRefused(PolicyError):
@@ -124,8 +129,8 @@ class PolicyRefused(PolicyError):
 class SandboxError(HarnessError):
     """Raised when a provider or one of its sandboxes is at fault."""
 
-    party = "sandbox"
-    category = "http_error"
+    party: ClassVar[Party] = "sandbox"
+    category: ClassVar[Category] = "http_error"
 
 
 class ProviderUnavailable(SandboxError):
@@ -139,35 +144,35 @@ class ImageError(SandboxError):
 class QuotaError(SandboxError):
     """Raised when a provider has no room for another sandbox now."""
 
-    retryable = True
+    retryable: ClassVar[bool] = True
 
 
 class SandboxGone(SandboxError):
     """Raised when a sandbox vanished or was killed from outside."""
 
-    retryable = True
+    retryable: ClassVar[bool] = True
 
 
 class ChannelError(HarnessError):
     """Raised when the stream between host and guest failed."""
 
-    party = "sandbox"
-    category = "http_error"
+    party: ClassVar[Party] = "sandbox"
+    category: ClassVar[Category] = "http_error"
 
 
 class ChannelClosed(ChannelError):
     """Raised when the other side of the channel went away."""
 
-    retryable = True
+    retryable: ClassVar[bool] = True
 
 
 class ProtocolError(ChannelError):
     """Raised when the other side of the channel broke the protocol. It costs the trial, never the process."""
 
-    category = "agent_error"
+    category: ClassVar[Category] = "agent_error"
 
 
 class StoreError(HarnessError):
     """Raised when the run directory cannot be used: disk full, locked by another process, different inputs."""
 
-    party = "store"
+    party: ClassVar[Party] = "store"

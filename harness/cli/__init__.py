@@ -1,0 +1,23 @@
+"""The command line: one file a command, no logic. ``python -m harness`` starts here."""
+
+from __future__ import annotations
+
+import typer
+
+from harness.cli import images, run
+
+app = typer.Typer(
+    name="harness",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Run LLM-agent rollouts, each in its own sandbox, for evaluation and reinforcement learning.",
+)
+app.command("run")(run.run)
+app.add_typer(images.app, name="images")
+
+
+def main() -> None:
+    """Entry point of ``harness`` and ``python -m harness``."""
+    app()

@@ -76,6 +76,10 @@ class Decoder:
         del buffer[:start]
         return frames
 
+    def rest(self) -> bytes:
+        """What was received and is not a whole frame yet."""
+        return bytes(self._buffer)
+
 
 class Lines:
     """Puts the messages of stream 0 together again."""

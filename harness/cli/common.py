@@ -1,0 +1,27 @@
+"""What commands share: how an error leaves the program, and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import typer
+
+from harness.errors import HarnessError
+
+EXIT_WRONG = 2
+
+
+def exit_with(error: HarnessError, as_json: bool) -> NoReturn:
+    """Print the error (stderr, and as JSON on stdout for programs) and end with exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    show_json({"error": {"type": type(error).__name__, "message": error.message, "hint": error.hint}}, as_json)
+    raise typer.Exit(EXIT_WRONG)
+
+
+def show_json(document: Mapping[str, Any], as_json: bool) -> None:
+    """Print one JSON document on stdout, if that was asked for."""
+    if as_json:
+        print(json.dumps(document, indent=2, allow_nan=False))

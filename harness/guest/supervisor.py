@@ -1,0 +1,500 @@
+"""The first process of a sandbox: takes the code, runs the child, carries its bytes, and reports how it ended.
+
+It has two parts. Until the code is there it reads the channel synchronously, with no event loop, so that the child can be forked from
+a quiet process; from then on it is one asyncio loop. The child is forked, not started, because an interpreter costs 20 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import io
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import PROTOCOL, ROOT, child, export, processes, wire
+from .logs import LogPump
+from .mux import Mux, Stream, StreamReset
+
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+EXIT_LEASE, EXIT_CHANNEL, EXIT_PROTOCOL = 75, 76, 77
+"""Exit statuses of the guest itself: the host was silent, the host went away, the host broke the protocol."""
+KILL_GRACE_S = 2.0
+"""How long a child may take to end by itself after its deadline or its last word."""
+MEMORY_CHECK_S = 0.1
+
+
+def main() -> NoReturn:
+    boot = json.loads(sys.argv[1])
+    channel_in, channel_out = _take_channel()
+    _harden(boot)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    python = ".".join(map(str, sys.version_info[:3]))
+    hello = {"type": "hello", "version": PROTOCOL, "python": python, "pid": os.getpid(), "port": port}
+    try:
+        load, code, rest = _receive_code(channel_in, channel_out, hello, boot["lease_s"])
+    except wire.WireError as error:
+        _die(EXIT_PROTOCOL, f"host broke the protocol: {error}")
+    except OSError:
+        _die(EXIT_CHANNEL)
+    root = Path(boot.get("root") or ROOT)
+    for folder in ("rollout", "artifacts", "home"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(code)) as tar:
+        tar.extractall(root / "rollout", filter="data")
+    del code
+    running = _fork_child(boot, load, root, port, (channel_in, channel_out, listener.fileno()))
+    supervisor = Supervisor(boot, load, root, listener, running, channel_in, channel_out)
+    _die(asyncio.run(supervisor.serve(rest)))
+
+
+def _take_channel() -> tuple[int, int]:
+    """Move the channel away from descriptors 0 and 1, where anything that prints would write into it."""
+    channel_in, channel_out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    return channel_in, channel_out
+
+
+def _harden(boot: dict[str, Any]) -> None:
+    if boot.get("uid") is not None:
+        os.setgroups([])
+        os.setresgid(boot["gid"], boot["gid"], boot["gid"])
+        os.setresuid(boot["uid"], boot["uid"], boot["uid"])
+    os.umask(0o022)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Not dumpable: no process of the same user can read this one's memory or open its descriptors through /proc.
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    """Limits of the child and all that it starts; null: the provider sees to it."""
+    mib = 1024 * 1024
+    for name, kind, unit in (
+        ("processes", resource.RLIMIT_NPROC, 1),
+        ("open_files", resource.RLIMIT_NOFILE, 1),
+        ("file_mib", resource.RLIMIT_FSIZE, mib),
+        ("memory_mib", resource.RLIMIT_DATA, mib),
+    ):
+        if limits.get(name) is not None:
+            wanted = int(limits[name]) * unit
+            hard = resource.getrlimit(kind)[1]
+            value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _receive_code(
+    channel_in: int, channel_out: int, hello: dict[str, Any], lease_s: float
+) -> tuple[dict[str, Any], bytes, bytes]:
+    """Say hello and wait for ``load`` and the code. Returns both, and the bytes that came after them.
+
+    The host sends the code in one go and waits for ``loaded``, so a plain loop that gives credit back is all it needs.
+    """
+    _write_all(channel_out, b"".join(wire.encode_message(json.dumps(hello).encode())))
+    decoder, lines = wire.Decoder(), wire.Lines()
+    load: dict[str, Any] | None = None
+    code = bytearray()
+    while True:
+        if not select.select([channel_in], [], [], lease_s)[0]:
+            _die(EXIT_LEASE, f"the host was silent for {lease_s:g} s")
+        data = os.read(channel_in, 1 << 18)
+        if not data:
+            _die(EXIT_CHANNEL)
+        frames = decoder.feed(data)
+        for position, frame in enumerate(frames):
+            if frame.type == wire.CONTROL:
+                for line in lines.feed(frame.payload):
+                    message = json.loads(line)
+                    if message["type"] == "load":
+                        load = message
+                    elif message["type"] == "exit":
+                        _die(0)
+                    elif message["type"] == "ping":
+                        _write_all(
+                            channel_out, wire.encode_message(json.dumps({**message, "type": "pong"}).encode())[0]
+                        )
+            elif frame.type == wire.DATA:
+                code += frame.payload
+                _write_all(channel_out, wire.encode_credit(frame.stream, len(frame.payload)))
+            elif frame.type == wire.EOF and load is not None:
+                _write_all(channel_out, wire.encode(wire.EOF, frame.stream))
+                rest = b"".join(wire.encode(*late) for late in frames[position + 1 :]) + decoder.rest()
+                return load, bytes(code), rest
+
+
+def _fork_child(boot: dict[str, Any], load: dict[str, Any], root: Path, port: int, private: tuple[int, ...]) -> Running:
+    control, childs_end = socket.socketpair()
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            for descriptor in (*private, control.fileno(), out_read, err_read):
+                os.close(descriptor)
+            os.dup2(out_write, 1)
+            os.dup2(err_write, 2)
+            os.close(out_write)
+            os.close(err_write)
+            _limit(boot.get("limits", {}))
+            child.main(childs_end, load, str(root), port)
+        finally:
+            os._exit(70)
+    childs_end.close()
+    os.close(out_write)
+    os.close(err_write)
+    return Running(pid, control, out_read, err_read)
+
+
+class Running:
+    """The child, as the supervisor holds it."""
+
+    def __init__(self, pid: int, control: socket.socket, out: int, err: int) -> None:
+        self.pid = pid
+        self.control = control
+        self.out = out
+        self.err = err
+        self.status: int | None = None
+        """What ``waitpid`` said, once it has ended."""
+        self.ended = asyncio.Event()
+
+
+class Supervisor:
+    def __init__(
+        self,
+        boot: dict[str, Any],
+        load: dict[str, Any],
+        root: Path,
+        listener: socket.socket,
+        running: Running,
+        channel_in: int,
+        channel_out: int,
+    ) -> None:
+        self._boot = boot
+        self._load = load
+        self._root = root
+        self._listener = listener
+        self._child = running
+        self._in, self._out = channel_in, channel_out
+        self._unsent = b""
+        self._heard = time.monotonic()
+        self._finished: asyncio.Future[int] = None  # type: ignore[assignment]  # made in serve, which has the loop
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._mux: Mux = None  # type: ignore[assignment]
+        self._stopping: str | None = None
+        """Why the supervisor itself ended the child: "timeout", "cancelled" or "out_of_memory"."""
+        self._started: float | None = None
+        self._verdict: dict[str, Any] | None = None
+        self._oom_kills = processes.oom_kills()
+        self._peak_mib = 0.0
+
+    async def serve(self, rest: bytes) -> int:
+        """Run until the host says exit or goes away. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        self._finished = loop.create_future()
+        self._mux = Mux(host=False, on_message=self._on_message, on_open=Stream.reset, wake=self._flush)
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        self._reap()
+        budget = int(self._load.get("log_bytes", 1 << 20))
+        self._pumps = [
+            LogPump("stdout", self._child.out, budget, self._mux),
+            LogPump("stderr", self._child.err, budget, self._mux),
+        ]
+        server = await asyncio.start_server(self._carry, sock=self._listener)
+        self._spawn(self._listen_to_child())
+        self._spawn(self._watch_lease())
+        if self._boot.get("limits", {}).get("memory_mib") is not None:
+            self._spawn(self._watch_memory(float(self._boot["limits"]["memory_mib"])))
+        self._feed(rest)
+        loop.add_reader(self._in, self._readable)
+        status = await self._finished
+        server.close()
+        processes.kill_all(self._child.pid)
+        return status
+
+    # The channel
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._in, 1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._finish(EXIT_CHANNEL)
+        else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        self._heard = time.monotonic()
+        try:
+            self._mux.feed(data)
+        except wire.WireError as error:
+            print(f"host broke the protocol: {error}", file=sys.stderr)
+            self._finish(EXIT_PROTOCOL)
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if not self._unsent and not (data := self._mux.take()):
+                    loop.remove_writer(self._out)
+                    return
+                data = self._unsent or data
+                self._unsent = data[os.write(self._out, data) :]
+        except BlockingIOError:
+            self._unsent = data
+            loop.add_writer(self._out, self._flush)
+        except OSError:
+            self._finish(EXIT_CHANNEL)
+
+    def _finish(self, status: int) -> None:
+        if not self._finished.done():
+            self._finished.set_result(status)
+
+    async def _watch_lease(self) -> None:
+        lease = float(self._boot["lease_s"])
+        while (silent := time.monotonic() - self._heard) < lease:
+            await asyncio.sleep(lease - silent + 0.05)
+        print(f"the host was silent for {lease:g} s", file=sys.stderr)
+        self._finish(EXIT_LEASE)
+
+    # Messages from the host
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "run":
+            self._run(message)
+        elif kind == "probe":
+            self._spawn(self._probe(message))
+        elif kind == "cancel":
+            self._stop("cancelled", float(message.get("grace_s", KILL_GRACE_S)))
+        elif kind == "export":
+            self._spawn(self._export())
+        elif kind == "ping":
+            self._mux.send({"type": "pong", "n": message.get("n")})
+        elif kind == "exit":
+            self._finish(0)
+        else:
+            raise wire.WireError(f"unknown message {kind!r}")
+
+    def _run(self, message: dict[str, Any]) -> None:
+        self._started = time.monotonic()
+        self._spawn(self._tell_child(message))
+        if (timeout := message.get("timeout_s")) is not None:
+            # The child's own clock ends a well-behaved workflow; this one ends the others.
+            loop = asyncio.get_running_loop()
+            loop.call_later(float(timeout) + KILL_GRACE_S, self._stop, "timeout", 0.5)
+
+    def _stop(self, reason: str, grace_s: float) -> None:
+        if self._child.ended.is_set() or self._stopping is not None:
+            return
+        self._stopping = reason
+        processes.signal_all(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(grace_s, processes.kill_all, self._child.pid)
+
+    async def _probe(self, message: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {"type": "probed", "status": None, "body": "", "error": None}
+        try:
+            async with asyncio.timeout(float(message.get("timeout_s") or 60)):
+                answer["status"], answer["body"] = await self._post(str(message["path"]), message.get("body"))
+        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        self._mux.send(answer)
+
+    async def _post(self, path: str, body: object) -> tuple[int, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._listener.getsockname()[1])
+        payload = json.dumps(body).encode()
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {self._load['token']}\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+            + payload
+        )
+        try:
+            status = int((await reader.readline()).split()[1])
+            await reader.readuntil(b"\r\n\r\n")
+            return status, (await reader.read(4096)).decode("utf-8", "replace")
+        except IndexError as error:
+            raise ValueError("the relay closed the connection without an answer") from error
+        finally:
+            writer.close()
+
+    async def _export(self) -> None:
+        processes.kill_all(self._child.pid)  # in this thread: a fork bomb may have left no room for another
+        stream = self._mux.open("artifacts")
+        with contextlib.suppress(StreamReset):
+            report = await export.send(self._root / "artifacts", stream)
+            stream.write_eof()
+            self._mux.send({"type": "exported", **report})
+
+    # The child
+
+    async def _tell_child(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        self._child.control.setblocking(False)
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(self._child.control, len(data).to_bytes(4, "big") + data)
+
+    async def _listen_to_child(self) -> None:
+        """Pass on what the child says of itself; then, however it ended, say so once."""
+        reading = asyncio.get_running_loop().create_task(self._read_child())
+        gone = asyncio.get_running_loop().create_task(self._child.ended.wait())
+        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+        # After its last word the child should exit; after its exit a process that it left may still hold the socket.
+        late = None if self._stopping else KILL_GRACE_S
+        await asyncio.wait({gone} if reading.done() else {reading}, timeout=late)
+        reading.cancel()
+        gone.cancel()
+        # Whatever it started must not outlive it: a background writer would race the export and the grading.
+        processes.kill_all(self._child.pid)
+        self._reap()
+        for pump in self._pumps:
+            await pump.finish()
+        self._mux.send(self._ended())
+
+    async def _read_child(self) -> None:
+        self._child.control.setblocking(False)
+        try:
+            while (message := await _receive_json(self._child.control)) is not None:
+                if message.get("type") == "loaded":
+                    self._mux.send(message)
+                elif message.get("type") == "ended":
+                    self._verdict = message
+                    return
+        except (OSError, ValueError) as error:
+            print(f"the child's control socket is broken: {error}", file=sys.stderr)
+
+    def _ended(self) -> dict[str, Any]:
+        verdict: dict[str, Any] = {"type": "ended", "samples": [], "error": None, "code": None, "signal": None}
+        status = self._child.status
+        if status is not None and os.WIFEXITED(status):
+            verdict["code"] = os.WEXITSTATUS(status)
+        if self._stopping is not None and (self._verdict is None or self._stopping == "out_of_memory"):
+            verdict["how"] = self._stopping
+        elif self._verdict is not None:
+            verdict.update(self._verdict)
+        elif processes.oom_kills() > self._oom_kills:
+            verdict["how"] = "out_of_memory"
+        elif status is not None and os.WIFSIGNALED(status):
+            verdict.update(how="signaled", signal=os.WTERMSIG(status))
+        else:
+            verdict["how"] = "exited"
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        verdict["agent_s"] = time.monotonic() - self._started if self._started is not None else 0.0
+        verdict["peak_mib"] = round(max(peak, self._peak_mib), 1)
+        return verdict
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self._child.pid:
+                    self._child.status = found[1]
+                    self._child.ended.set()
+
+    async def _watch_memory(self, limit_mib: float) -> None:
+        """Where no control group counts the sandbox's memory, this does; it may overshoot for the time of one check."""
+        while not self._child.ended.is_set():
+            used = processes.memory_mib(self._root)
+            self._peak_mib = max(self._peak_mib, used)
+            if used > limit_mib:
+                self._stopping = "out_of_memory"
+                processes.kill_all(self._child.pid)
+                return
+            await asyncio.sleep(MEMORY_CHECK_S)
+
+    # Model calls
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One TCP connection of the sandbox, as raw bytes, to the host."""
+        connection: socket.socket = writer.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            stream = self._mux.open("http")
+        except StreamReset:
+            writer.transport.abort()
+            return
+        upward = asyncio.create_task(_pump_up(reader, stream))
+        try:
+            while data := await stream.read():
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+        except (StreamReset, ConnectionError):
+            # A hard abort must look like one: a clean close could pass for the end of an answer.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            writer.transport.abort()
+        finally:
+            upward.cancel()
+            stream.reset()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _pump_up(reader: asyncio.StreamReader, stream: Stream) -> None:
+    try:
+        while data := await reader.read(wire.MAX_PAYLOAD):
+            await stream.write(data)
+        stream.write_eof()
+    except StreamReset:
+        pass
+    except ConnectionError:
+        stream.reset()
+
+
+async def _receive_json(control: socket.socket) -> dict[str, Any] | None:
+    """A message of the child; None at its end. What the child writes is not to be trusted.
+
+    :raises ValueError: it is too long, cut, or not an object.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def exactly(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count and (more := await loop.sock_recv(control, min(count - len(data), 1 << 18))):
+            data += more
+        return bytes(data)
+
+    header = await exactly(4)
+    if not header:
+        return None
+    size = int.from_bytes(header, "big")
+    if size >= wire.MAX_MESSAGE:
+        raise ValueError(f"a message of {size} bytes")
+    message = json.loads(await exactly(size))
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _die(status: int, last_words: str = "") -> NoReturn:
+    if last_words:
+        print(last_words, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(status)

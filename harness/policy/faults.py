@@ -1,0 +1,99 @@
+"""What went wrong between this host and the policy, in words: one place for the preflight and the relay."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+
+import aiohttp
+
+from harness.errors import PolicyError, PolicyRefused, PolicyUnreachable
+
+_EXCERPT = 300
+
+
+def request_headers(policy_key: str | None, extra: dict[str, str]) -> dict[str, str]:
+    """Headers of a request to the policy. ``identity``: bytes pass through as the policy wrote them."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "rollout-harness"}
+    if policy_key:
+        headers["Authorization"] = f"Bearer {policy_key}"
+    return headers | extra
+
+
+def unreachable(url: str, error: BaseException) -> PolicyError:
+    """The error for a request that got no answer, or a broken one. ``retryable`` tells whether another try can help."""
+    hint = "Is the server running, and is the URL right?"
+    kind: type[PolicyError] = PolicyUnreachable
+    match error:
+        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientSSLError():
+            reason, kind = f"TLS failed: {_root(error)}", PolicyRefused
+            hint = "Check the certificate and the URL's scheme (http or https)."
+        case aiohttp.ClientConnectorDNSError():
+            reason, hint = f"its host name cannot be resolved: {_root(error)}", "Check the host name and the network."
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=errno.ECONNREFUSED)):
+            reason = "it refused the connection"
+        case aiohttp.ServerDisconnectedError():
+            reason = "it closed the connection without an answer"
+        case aiohttp.ConnectionTimeoutError():
+            reason = "connecting timed out"
+        case asyncio.TimeoutError():
+            reason, hint = "it did not answer in time", "Is the server overloaded, or the model still loading?"
+        case aiohttp.ClientPayloadError():
+            reason, hint = "its answer was cut off", "Look at the server's own log."
+        case aiohttp.ClientResponseError() | ValueError():
+            reason, kind, hint = "it does not speak HTTP as expected", PolicyRefused, "Check the URL's port and scheme."
+        case _:
+            reason = str(_root(error)) or type(error).__name__
+    return kind(f"the policy at {url} cannot be reached: {reason}", hint=hint)
+
+
+def refused(url: str, model: str, status: int, body: bytes) -> PolicyError:
+    """The error for an answer with an error status."""
+    said = excerpt(body)
+    where = f"the policy at {url}"
+    match status:
+        case 401 | 403:
+            return PolicyRefused(
+                f"{where} refused the key (HTTP {status}): {said}", hint="Check the key, or --policy-key-env."
+            )
+        case 404:
+            return PolicyRefused(
+                f"{where} knows no model {model!r}, or nothing at this path (HTTP 404): {said}",
+                hint="Check --model, and whether the URL should end in /v1.",
+            )
+        case 429:
+            return PolicyUnreachable(f"{where} is rate limited (HTTP 429): {said}", hint="Lower --max-in-flight.")
+        case _ if status >= 500:
+            return PolicyUnreachable(f"{where} failed (HTTP {status}): {said}", hint="Look at the server's own log.")
+        case _:
+            return PolicyRefused(f"{where} refused the request (HTTP {status}): {said}")
+
+
+def garbage(url: str, body: bytes) -> PolicyError:
+    """The error for a success status with something that is no completion."""
+    return PolicyRefused(
+        f"the policy at {url} answered something that is no completion: {excerpt(body)}",
+        hint="Is this the base URL of an OpenAI-compatible server?",
+    )
+
+
+def excerpt(body: bytes) -> str:
+    """An error body's message, or its beginning, on one line."""
+    text = body[:65536].decode("utf-8", "replace")
+    try:
+        value = json.loads(text)
+        error = value.get("error", value) if isinstance(value, dict) else value
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, RecursionError):
+        pass
+    line = " ".join(text.split())
+    return (line[:_EXCERPT] + "…" if len(line) > _EXCERPT else line) or "(empty body)"
+
+
+def _root(error: BaseException) -> BaseException:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        return cause if not isinstance(cause, socket.gaierror) else OSError(cause.strerror or "unknown host")
+    return error

@@ -1,0 +1,75 @@
+"""One tiny completion from the host, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from yarl import URL
+
+from harness.errors import PolicyError
+from harness.policy.faults import garbage, refused, request_headers, unreachable
+from harness.policy.resolve import Policy
+
+_TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10)
+_MAX_BODY = 1024 * 1024
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for a URL; none for names that bypass it."""
+    parsed = URL(url)
+    host = parsed.host or ""
+    if host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(host):
+        return None
+    return getproxies().get(parsed.scheme)
+
+
+async def check_policy(policy: Policy) -> None:
+    """Ask the policy for a few tokens. Being rate limited counts as being there.
+
+    :raises PolicyUnreachable: refused, no such host, timed out, 5xx.
+    :raises PolicyRefused: TLS, 401, 403, 404, 400, or an answer that is no completion.
+    """
+    body: dict[str, Any] = {"model": policy.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
+    status, answer = await _post(policy, body)
+    if status == 400 and b"max_completion_tokens" in answer:  # the reasoning models' name for it, and they think first
+        del body["max_tokens"]
+        status, answer = await _post(policy, body | {"max_completion_tokens": 256})
+    if status == 429:
+        return
+    if status >= 300:
+        raise refused(policy.base_url, policy.model, status, _scrub(policy, answer))
+    try:
+        message = json.loads(answer)["choices"][0]["message"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise garbage(policy.base_url, _scrub(policy, answer))
+
+
+async def _post(policy: Policy, body: dict[str, Any]) -> tuple[int, bytes]:
+    url = f"{policy.base_url}/chat/completions"
+    headers = request_headers(policy.key.get_secret_value() if policy.key else None, policy.headers)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, proxy=proxy_of(url)) as session,
+            session.post(url, data=json.dumps(body).encode(), headers=headers, allow_redirects=False) as response,
+        ):
+            # ``read`` with a bound: a server that never stops must not fill the memory.
+            chunks = bytearray()
+            async for chunk in response.content.iter_any():
+                chunks += chunk
+                if len(chunks) > _MAX_BODY:
+                    break
+            return response.status, bytes(chunks)
+    except PolicyError:
+        raise
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        raise unreachable(policy.base_url, error) from error
+
+
+def _scrub(policy: Policy, body: bytes) -> bytes:
+    key = policy.key.get_secret_value().encode() if policy.key else b""
+    return body.replace(key, b"[REDACTED]") if len(key) >= 8 else body

@@ -1,0 +1,157 @@
+"""What one container is made of: its isolation, its limits, and the labels by which it is found again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from harness.guest import ROOT
+from harness.models import Resources
+from harness.sandbox.base import Owner, SandboxInfo, SandboxSettings, SandboxSpec
+from harness.sandbox.docker.engine import Facts
+
+USER = 1000
+_MIB = 1024 * 1024
+_INODES_PER_MIB = 64
+_OWNER = "harness.owner."
+OWNED = f"{_OWNER}host"
+"""The label that every container of ours has."""
+
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_MAX_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "GOMAXPROCS",
+)
+
+
+def labels(owner: Owner, *, trial: str = "", attempt: int = 0, lease_s: float = 0.0) -> dict[str, str]:
+    """Whose a container is and which trial's. No secrets: anyone who may list containers can read labels."""
+    return {
+        f"{_OWNER}host": owner.host,
+        f"{_OWNER}boot": owner.boot_id,
+        f"{_OWNER}pid": str(owner.pid),
+        f"{_OWNER}started": owner.started,
+        "harness.run": owner.run,
+        "harness.trial": trial,
+        "harness.attempt": str(attempt),
+        # When a guest that never hears from its host ends by itself. One that does hear renews its lease and goes on.
+        "harness.expires": str(math.ceil(time.time() + lease_s)),
+    }
+
+
+def info(listed: Mapping[str, Any]) -> SandboxInfo:
+    """A container as the engine lists it. Labels that another program made up leave it without an owner."""
+    found = {str(key): str(value) for key, value in (listed.get("Labels") or {}).items()}
+    try:
+        owner = Owner(
+            host=found[f"{_OWNER}host"],
+            boot_id=found[f"{_OWNER}boot"],
+            pid=int(found[f"{_OWNER}pid"]),
+            started=found[f"{_OWNER}started"],
+            run=found["harness.run"],
+        )
+    except (KeyError, ValueError, ValidationError):
+        owner = None
+    names = listed.get("Names") or [""]
+    return SandboxInfo(
+        id=str(listed["Id"]),
+        name=str(names[0]).lstrip("/"),
+        state=str(listed.get("State", "")),
+        created_at=float(listed.get("Created") or 0),
+        owner=owner,
+        labels={key: value for key, value in found.items() if key.startswith("harness.")},
+    )
+
+
+def guest_limits(resources: Resources, facts: Facts) -> dict[str, int | None]:
+    """The limits that are left to the guest: those that the engine cannot enforce (a rootless one with cgroups v1)."""
+    return {
+        "processes": None if "pids" in facts.limits else resources.processes,
+        "open_files": None,
+        "file_mib": None,
+        "memory_mib": None if "memory" in facts.limits else resources.memory_mib,
+    }
+
+
+def config(spec: SandboxSpec, command: list[str], volumes: Iterable[str], facts: Facts) -> dict[str, Any]:
+    """The body of the create call.
+
+    The work folder and /tmp are file systems in memory: what is written there counts against the sandbox's memory too.
+
+    :param volumes: paths that the image declares as volumes. They are mounted in memory like /tmp: a volume on the
+        engine's disk would have no limit and be one more thing to remove.
+    """
+    settings, resources = spec.settings, spec.settings.resources
+    threads = str(max(1, math.floor(resources.cpus)))
+    return {
+        "Image": spec.environment.handle,
+        "Entrypoint": command,
+        "Cmd": [],
+        "User": f"{USER}:{USER}",
+        "WorkingDir": "/",
+        "Env": [
+            *(f"{name}={'false' if name == 'TOKENIZERS_PARALLELISM' else threads}" for name in _THREADS),
+            f"HOME={ROOT}/home",
+            "LANG=C.UTF-8",
+        ],
+        "Labels": labels(spec.owner, trial=spec.trial, attempt=spec.attempt, lease_s=spec.lease_s),
+        "Healthcheck": {"Test": ["NONE"]},
+        **CHANNEL,
+        "HostConfig": {
+            **isolation(settings, facts),
+            "Tmpfs": {path: _tmpfs(resources) for path in (ROOT, "/tmp", *volumes)},
+            "ShmSize": max(16, resources.memory_mib // 4) * _MIB,
+            "Memory": resources.memory_mib * _MIB if "memory" in facts.limits else 0,
+            "MemorySwap": resources.memory_mib * _MIB if "swap" in facts.limits else 0,
+            "NanoCpus": int(resources.cpus * 1e9) if "cpu" in facts.limits else 0,
+            "PidsLimit": resources.processes if "pids" in facts.limits else 0,
+            "Ulimits": [
+                {"Name": name, "Soft": value, "Hard": value}
+                for name, value in (
+                    ("nofile", resources.open_files),
+                    ("fsize", resources.file_mib * _MIB),
+                    ("core", 0),
+                )
+            ],
+        },
+    }
+
+
+CHANNEL: dict[str, Any] = {
+    # Attached once: when the host's connection ends, for whatever reason, the guest reads the end of its input.
+    **dict.fromkeys(("AttachStdin", "AttachStdout", "AttachStderr", "OpenStdin", "StdinOnce"), True),
+    "Tty": False,
+}
+
+
+def isolation(settings: SandboxSettings, facts: Facts) -> dict[str, Any]:
+    """What of ``HostConfig`` keeps a sandbox in. The engine's seccomp, AppArmor and masked-path defaults stay."""
+    host: dict[str, Any] = {
+        "NetworkMode": "none",
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges"],
+        "ReadonlyRootfs": not settings.writable_root,
+        "IpcMode": "private",
+        "LogConfig": {"Type": "none"},
+        "Init": False,
+    }
+    if facts.api >= (1, 41):
+        host["CgroupnsMode"] = "private"
+    if settings.runtime:
+        host["Runtime"] = settings.runtime
+    return host
+
+
+def _tmpfs(resources: Resources) -> str:
+    size, inodes = resources.disk_mib, resources.disk_mib * _INODES_PER_MIB
+    return f"rw,exec,nosuid,nodev,size={size}m,nr_inodes={inodes},mode=1777,uid={USER},gid={USER}"
