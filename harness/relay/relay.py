@@ -20,7 +20,7 @@ from harness.policy.resolve import Policy
 from harness.relay.call import Call, client_retry, path_of
 from harness.relay.capture import Tokens
 from harness.relay.egress import EgressRecord, Rules, is_connect, serve_connect
-from harness.relay.request import ModelCall, Refusal, parse_call
+from harness.relay.request import Refusal, parse_call
 from harness.relay.serve import GONE, HttpConnection, StreamTransport
 from harness.relay.settings import CallLimits, RelaySettings
 from harness.relay.upstream import Upstream
@@ -315,6 +315,3 @@ class Lease:
             self._on_call(record)
         except Exception:  # a full disk must not look like a broken policy to the workflow
             log.exception("the record of call %d could not be handed over", record.index)
-
-
-__all__ = ["CallLimits", "EgressRecord", "Lease", "ModelCall", "Relay", "RelaySettings"]

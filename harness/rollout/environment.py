@@ -17,7 +17,7 @@ import anyio.to_thread
 from harness.errors import DependencyError
 from harness.models import Record
 from harness.rollout.cache import build_once, cache_dir
-from harness.rollout.lock import Lock, explicit_indexes, interpreter, own_python, read_pyproject
+from harness.rollout.lock import Lock, explicit_indexes, interpreter, local_paths, own_python, read_pyproject
 from harness.rollout.uv import Progress, run_uv
 
 # Copies: an entry must outlive uv's cache, and a change of it, in either direction.
@@ -94,15 +94,26 @@ async def site_packages(lock: Lock, python_version: str, platform: str, progress
 async def _install(lock: Lock, flags: list[str | Path], what: str, progress: Progress) -> None:
     if not lock.requirements.strip():
         return
-    indexes = explicit_indexes(read_pyproject(lock.project))
+    flags += explicit_indexes(read_pyproject(lock.project))
+    flags += await anyio.to_thread.run_sync(_refreshed, lock)
     # From standard input, in the project's folder: relative paths and [tool.uv] mean what they mean there.
     await run_uv(
-        [*_INSTALL, *flags, *indexes, "-r", "-"],
+        [*_INSTALL, *flags, "-r", "-"],
         what=what,
         cwd=lock.project,
         progress=progress,
         stdin=lock.requirements,
     )
+
+
+def _refreshed(lock: Lock) -> list[str]:
+    """Flags to build path dependencies anew: uv's cache would not see a change in their sources, as the digest does."""
+    flags: list[str] = []
+    for path in local_paths(lock.project, lock.requirements):
+        if path.is_dir():
+            named = (path / "pyproject.toml").exists() and read_pyproject(path).get("project", {}).get("name")
+            flags += ["--refresh-package", str(named)] if named else ["--refresh"]
+    return flags
 
 
 def _key(*parts: str) -> str:

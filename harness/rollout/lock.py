@@ -136,6 +136,9 @@ async def _compile(project: Path, requires_python: str, progress: Progress) -> s
         cwd=project,
         progress=progress,
     )
+    requirements = re.sub(
+        r"^-e ", "", requirements, flags=re.MULTILINE
+    )  # an environment must not point into the project
     await anyio.to_thread.run_sync(_remember, remembered, project, requirements)
     return requirements
 
@@ -202,7 +205,7 @@ def _lowest(specifier: str) -> str:
 def local_paths(project: Path, requirements: str) -> Iterator[Path]:
     """Folders and files of this machine that the requirements name."""
     for line in requirements.splitlines():
-        name = line.split(" ;")[0].split(" --hash")[0].rstrip(" \\").removeprefix("-e ")
+        name = line.split(" ;")[0].split(" --hash")[0].rstrip(" \\")
         if " @ " in name:
             name = name.split(" @ ", 1)[1].strip()
         name = re.sub(r"\[[^\]]*\]$", "", name)

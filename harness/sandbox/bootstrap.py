@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import sys
 from collections.abc import AsyncIterator
 from functools import partial
@@ -51,11 +54,11 @@ async def _make(engine: Engine, progress: Progress, mirror: str) -> None:
     command = ["mmdebstrap", "--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}"]
     command += [f"--dpkgopt=path-exclude={path}" for path in _EXCLUDED]
     command += [_SUITE, "-", *([mirror] if mirror else [])]
-    progress(f"making {DEFAULT_IMAGE} from Debian {_SUITE} packages (about a minute)")
+    progress(f"making {DEFAULT_IMAGE} from Debian {_SUITE} packages (this takes a few minutes)")
     lines: list[str] = []
     exits: list[int] = []
     errors: list[SandboxError] = []
-    process = await anyio.open_process(command, stdin=DEVNULL)
+    process = await anyio.open_process(command, stdin=DEVNULL, start_new_session=True)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_follow, process, lines, progress)
@@ -105,11 +108,10 @@ async def _follow(process: Process, lines: list[str], progress: Progress) -> Non
 
 
 async def _stop(process: Process) -> None:
-    """End it, gently first: it has temporary folders and perhaps mounts to clean up."""
-    if process.returncode is None:
-        process.terminate()
-        with anyio.move_on_after(_STOP_S):
-            await process.wait()
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
+    """End it and all that it started, gently first: it has temporary folders and perhaps mounts to clean up."""
+    for ending in (signal.SIGINT, signal.SIGKILL):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, ending)
+            with anyio.move_on_after(_STOP_S):
+                await process.wait()

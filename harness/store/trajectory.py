@@ -233,7 +233,7 @@ def _usage(message: Mapping[str, Any]) -> Document | None:
     extra = {name: value for name in _DETAILS if isinstance(value := usage.get(name), dict) and value}
     try:
         metrics = _Usage(
-            prompt_tokens=first("input_tokens", "prompt_tokens"),
+            prompt_tokens=first("prompt_tokens", "input_tokens"),
             completion_tokens=first("completion_tokens", "output_tokens"),
             cached_tokens=cached,
             cost_usd=usage.get("cost_usd"),

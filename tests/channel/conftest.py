@@ -40,7 +40,7 @@ async def echo_http(stream: ByteStream) -> None:
         request += await stream.receive()
     body = json.dumps({"head": request.decode().split("\r\n")[0], "auth": TOKEN in request.decode()}).encode()
     await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    await stream.send_eof()
+    await stream.aclose()
 
 
 class Box:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -188,10 +187,8 @@ PYTHONS = ["3.12", "3.13", "3.14"]
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_venv_of_each_python_is_a_real_one(start: Start, tmp_path: Path, version: str) -> None:
     uv = find_uv_bin()
-    made = subprocess.run(
-        [uv, "venv", "-q", "--no-python-downloads", "--python", version, str(tmp_path / "venv")], check=False
-    )
-    if made.returncode:
+    make = [uv, "venv", "-q", "--no-python-downloads", "--python", version, str(tmp_path / "venv")]
+    if subprocess.run(make, capture_output=True, check=False).returncode:
         pytest.skip(f"no Python {version} here")
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -335,7 +332,8 @@ def test_several_samples_of_the_older_sdk(start: Start, python_0_2: Path) -> Non
                 return 5
 
         if __name__ == "__main__":
-            uvicorn.run(create_rollout_server(backend=LocalBackend(workflow=W)), port=int(os.environ["_OSMOSIS_ROLLOUT_PORT"]))
+            app = create_rollout_server(backend=LocalBackend(workflow=W))
+            uvicorn.run(app, port=int(os.environ["_OSMOSIS_ROLLOUT_PORT"]))
     """
     with start(main, python=python_0_2) as child:
         ended = child.run("")

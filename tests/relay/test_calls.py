@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import SocketStream
 from pydantic import SecretStr
 
 from harness.policy.resolve import Policy
@@ -16,6 +18,7 @@ from tests.relay.support import (
     HELLO,
     KEY,
     QUICK,
+    Peer,
     Step,
     box,
     chunk,
@@ -430,3 +433,31 @@ async def test_key_shorter_than_a_secret_does_not_damage_answers() -> None:
         async with box(policy) as it:
             reply = await (await it.connect()).ask()
             assert reply.json()["choices"][0]["message"]["content"] == "EMPTY glass"
+
+
+async def test_cancelled_serve_stops_the_generation_and_leaves_no_task() -> None:
+    async with scripted(streams(HELLO[0], "hold")) as server, box(server.policy()) as it:
+        before = len(asyncio.all_tasks())
+        ours, theirs = socket.socketpair()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(it.lease.serve, await SocketStream.from_socket(ours))
+            peer = Peer(await SocketStream.from_socket(theirs), it.lease.token)
+            await peer.post({"stream": True})
+            await peer._until(b"hel")
+            tasks.cancel_scope.cancel()
+        assert len(it.records) == 1
+        assert not it.records[0].complete
+        assert await peer.closed()
+        with anyio.fail_after(5):
+            await server.cancelled.wait()
+        await until(lambda: len(asyncio.all_tasks()) == before)
+
+
+async def test_connections_beyond_the_limit_are_dropped() -> None:
+    async with scripted(says(completion())) as server, box(server.policy(), limits=CallLimits(connections=1)) as it:
+        first = await it.connect()
+        assert (await first.ask()).status == 200
+        assert await (await it.connect()).closed()
+        await first.stream.aclose()
+        await until(lambda: not it.lease._connections)
+        assert (await (await it.connect()).ask()).status == 200

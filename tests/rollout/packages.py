@@ -23,7 +23,8 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
     with zipfile.ZipFile(folder + "/" + name, "w") as wheel:
         wheel.write("local_dep.py")
         wheel.writestr("local_dep-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: local-dep\\nVersion: 1.0\\n")
-        wheel.writestr("local_dep-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        kind = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr("local_dep-1.0.dist-info/WHEEL", kind)
         wheel.writestr("local_dep-1.0.dist-info/RECORD", "")
     return name
 """
@@ -99,12 +100,15 @@ def index(wheels: Path, *, password: str = "") -> Iterator[str]:
             else:
                 self.send_error(404)
 
+        do_HEAD = do_GET
+
         def _answer(self, body: bytes, kind: str) -> None:
             self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            if self.command == "GET":
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -15,6 +15,10 @@ from harness.rollout.cache import build_once, cache_dir
 pytestmark = pytest.mark.anyio
 
 
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 async def _write(part: Path) -> None:
     await anyio.Path(part / "file").write_text("x")
 
@@ -36,7 +40,7 @@ async def test_builds_once_however_many_ask(tmp_path: Path) -> None:
     await one()
     assert len(builds) == 1
     assert (tmp_path / "things" / "key" / "file").read_text() == "x"
-    assert sorted(p.name for p in (tmp_path / "things").iterdir()) == ["key", "key.lock"]
+    assert _names(tmp_path / "things") == ["key", "key.lock"]
 
 
 async def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
@@ -52,7 +56,7 @@ async def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Pa
         await build_once("key", tmp_path, fail)
     with anyio.move_on_after(0.05):
         await build_once("key", tmp_path, hang)
-    assert [p.name for p in tmp_path.iterdir()] == ["key.lock"]
+    assert _names(tmp_path) == ["key.lock"]
     await build_once("key", tmp_path, _write)
     assert (tmp_path / "key" / "file").exists()
 
@@ -79,10 +83,10 @@ async def test_waits_for_another_process_and_clears_up_after_its_death(tmp_path:
         assert waiting.cancelled_caught
         os.kill(builder.pid, signal.SIGKILL)
         await builder.wait()
-    assert list(tmp_path.glob("*.part"))
+    assert any(name.endswith(".part") for name in _names(tmp_path))
     await build_once("key", tmp_path, _write)
-    assert not list(tmp_path.glob("*.part"))
-    assert os.listdir(tmp_path / "key") == ["file"]  # noqa: PTH208
+    assert not any(name.endswith(".part") for name in _names(tmp_path))
+    assert _names(tmp_path / "key") == ["file"]
 
 
 def test_cache_dir_falls_back_where_there_is_no_home(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _caches(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "uv-cache"))
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")  # nothing is fetched from anywhere else
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
 
 
 @pytest.fixture
@@ -66,7 +68,6 @@ async def test_a_resolution_is_remembered_until_its_inputs_change(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:  # the index is gone
         patch.setenv("UV_DEFAULT_INDEX", url)
         assert await _resolve(tmp_path / "p") == lock
-        patch.setenv("UV_HTTP_RETRIES", "0")
         with pytest.raises(DependencyError, match="cannot resolve"):
             await _resolve(packages.project(tmp_path / "p", ["first", "second"]))
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness.rollout.environment import host_environment
 from harness.rollout.lock import resolve
-from harness.sandbox.base import Environment, Owner, Provider, Sandbox, SandboxSettings, SandboxSpec
+from harness.sandbox.base import Environment, Owner, Provider, Sandbox, SandboxInfo, SandboxSettings, SandboxSpec
 
 PROGRAM = """
 import json, os, sys
@@ -57,9 +57,19 @@ def owner() -> Owner:
     return Owner(host="host", boot_id="boot", pid=os.getpid(), started="1", run="run")
 
 
-def spec(environment: Environment, name: str = "test-sandbox", **settings: Any) -> SandboxSpec:
+async def listed(provider: Provider) -> list[SandboxInfo]:
+    """The sandboxes of this process; others may run on the same machine."""
+    return [info for info in await provider.list() if info.owner == owner()]
+
+
+def spec(environment: Environment, name: str = "sandbox", **settings: Any) -> SandboxSpec:
     return SandboxSpec(
-        name=name, owner=owner(), environment=environment, settings=SandboxSettings(**settings), trial="t", attempt=2
+        name=f"test-{os.getpid()}-{name}",
+        owner=owner(),
+        environment=environment,
+        settings=SandboxSettings(**settings),
+        trial="t",
+        attempt=2,
     )
 
 

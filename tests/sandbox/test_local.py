@@ -42,7 +42,7 @@ async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvide
     before = _descriptors()
     async with LocalProvider(_command=standin.command, _as_root=request.param) as made:
         yield made
-        assert await made.list() == []
+        assert await standin.listed(made) == []
     assert _descriptors() <= before + 1  # the event loop's first subprocess may open one for good
 
 
@@ -152,8 +152,8 @@ async def test_destroy_ends_every_process(provider: LocalProvider, environment: 
     made = await provider.create(spec(environment))
     daemon = "import os, time\nfor _ in range(5):\n  if not os.fork():\n    os.setsid(); time.sleep(600)\nr = 1"
     assert await ask(made, daemon) == 1
-    info = next(iter(await provider.list()))
-    assert (info.name, info.owner, info.labels) == ("test-sandbox", standin.owner(), {"trial": "t", "attempt": "2"})
+    info = next(iter(await standin.listed(provider)))
+    assert (info.name, info.owner, info.labels) == (made.name, standin.owner(), {"trial": "t", "attempt": "2"})
     assert abs(info.age_s()) < 60
     below = _below(os.getpid())
     assert len(below) >= 7
@@ -166,10 +166,10 @@ async def test_destroy_ends_every_process(provider: LocalProvider, environment: 
 async def test_remove_by_listing(provider: LocalProvider, environment: Environment) -> None:
     made = await provider.create(spec(environment))
     await ask(made, "r = 1")
-    info = next(iter(await provider.list()))
+    info = next(iter(await standin.listed(provider)))
     await provider.remove(info)
     await provider.remove(info)  # "already gone" is success
-    assert await provider.list() == []
+    assert await standin.listed(provider) == []
     await made.destroy()
 
 
@@ -203,7 +203,7 @@ async def test_cancelled_create_leaves_nothing(environment: Environment) -> None
                 async with standin.sandbox(provider, spec(environment)):
                     await anyio.sleep_forever()
             assert scope.cancelled_caught
-        assert await provider.list() == []
+        assert await standin.listed(provider) == []
         assert not local._slots
         assert _below(os.getpid()) == []
 

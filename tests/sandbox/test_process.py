@@ -34,7 +34,7 @@ async def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setattr(harness.guest, "command", standin.command)
     async with ProcessProvider() as made:
         yield made
-        assert await made.list() == []
+        assert await standin.listed(made) == []
     assert os.listdir(tmp_path) == []  # noqa: PTH208
 
 
@@ -62,9 +62,9 @@ async def test_destroy_ends_the_whole_tree(provider: ProcessProvider, environmen
         "    if not daemon or not os.fork(): time.sleep(600)\n    os._exit(0)\n  r.append(pid)\nos.waitpid(r[1], 0)"
     )
     await ask(made, tree)
-    pids = [pid for pid, marker in hostproc.marked("process") if marker.name == made.name]
+    pids = _marked()
     assert len(pids) == 3
-    (info,) = await provider.list()
+    (info,) = await standin.listed(provider)
     assert (info.name, info.state, info.owner) == (made.name, "running", standin.owner())
     await made.destroy()
     await made.destroy()
@@ -85,13 +85,13 @@ async def test_what_a_dead_harness_left_is_listed_and_removed(
 ) -> None:
     made = await provider.create(spec(environment))
     await made.stream.aclose()  # all that the guest sees of a dead harness
-    await standin.until(lambda: not list(hostproc.marked("process")))
-    (info,) = await provider.list()
+    await standin.until(lambda: not _marked())
+    (info,) = await standin.listed(provider)
     assert info.state == "exited"
     assert info.labels == {"trial": "t", "attempt": "2"}
     await provider.remove(info)
     await provider.remove(info)
-    assert await provider.list() == []
+    assert await standin.listed(provider) == []
     await made.destroy()
 
 
@@ -101,4 +101,8 @@ async def test_cancelled_create_leaves_nothing(provider: ProcessProvider, enviro
             async with standin.sandbox(provider, spec(environment)):
                 await anyio.sleep_forever()
         assert scope.cancelled_caught
-    assert list(hostproc.marked("process")) == []
+    assert not _marked()
+
+
+def _marked() -> list[int]:
+    return [pid for pid, marker in hostproc.marked("process") if marker.owner == standin.owner()]

@@ -258,7 +258,7 @@ async def test_cancelling_leaves_no_descriptor(tmp_path: Path) -> None:
 BASE = archive(("a/b", b"hello" * 200), ("x" * 150, b"1"), (special("l", tarfile.SYMTYPE, "/etc"), b""), ("z", b"2"))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, len(BASE) - 1), st.integers(0, 255)), max_size=8), st.integers(0, len(BASE)))
 def test_flipped_bytes_never_raise_and_never_escape(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], cut: int

@@ -113,7 +113,7 @@ def test_usage_is_read_as_the_sdk_reads_it(usage: dict[str, Any], where: str) ->
     assert document["steps"] == sdk(messages, record, row())["steps"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(message, min_size=1, max_size=6))
 def test_any_messages_give_what_the_sdk_gives(messages: list[dict[str, Any]]) -> None:
     record, document = ours(messages)
@@ -123,7 +123,7 @@ def test_any_messages_give_what_the_sdk_gives(messages: list[dict[str, Any]]) ->
     assert document == json.loads(json.dumps(expected))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(message, min_size=1, max_size=6))
 def test_any_messages_give_a_strictly_valid_document(messages: list[dict[str, Any]]) -> None:
     _, document = ours(messages, [call(0), call(1)])

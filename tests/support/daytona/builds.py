@@ -101,7 +101,9 @@ class Builder:
             build.recipe = dockerfile.parse(build.content)
             build.say(f"Step 1 : FROM {build.recipe.image}\n".encode())
             if not any(fnmatchcase(build.recipe.image, pattern) for pattern in self._images):
-                raise dockerfile.DockerfileError(f"pull access denied for {build.recipe.image}, repository does not exist")
+                raise dockerfile.DockerfileError(
+                    f"pull access denied for {build.recipe.image}, repository does not exist"
+                )
             layers = Layers(self._room.folder / "layers" / name)
             machine = await self._room.start(name, None, build=layers, network=True)
             try:
@@ -130,6 +132,16 @@ class Builder:
 
 
 def _registry_env() -> dict[str, str]:
-    prefixes = ("PIP_", "UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT")
+    prefixes = (
+        "PIP_",
+        "UV_",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+        "SSL_CERT",
+    )
     found = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return {name: value for name, value in found.items() if not name.endswith(("CACHE_DIR", "CACHE"))}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiohttp import web
+
 if TYPE_CHECKING:
     from .world import World
 
@@ -63,6 +65,8 @@ class Break:
 
 
 Action = Respond | Delay | LoseResponse | SlowStart | Stuck | Break
+FAULTS = web.RequestKey("faults", list[Action])
+"""Where a request carries those that were ordered for it."""
 
 
 @dataclass

@@ -82,7 +82,11 @@ class Machine:
     async def start(cls, argv: Sequence[str], control: socket.socket, theirs: socket.socket, stderr: Path) -> Machine:
         with theirs, stderr.open("wb") as log:
             process = await anyio.open_process(
-                [*argv, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+                [*argv, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
             )
         machine = cls(process, control, stderr)
         control.setblocking(False)

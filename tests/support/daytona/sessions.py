@@ -6,7 +6,6 @@ variables persist. Output and exit codes come back through named pipes, so nobod
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import signal
@@ -17,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 
 import anyio
+from anyio.abc import TaskGroup
 
 from .machine import Child, Machine, MachineDown, chunks, write_all
 from .schema import DAEMON, ApiError
@@ -92,7 +92,9 @@ class Session:
 
 
 class Pty:
-    def __init__(self, name: str, child: Child, cwd: str, envs: Mapping[str, str], cols: int, rows: int, at: str) -> None:
+    def __init__(
+        self, name: str, child: Child, cwd: str, envs: Mapping[str, str], cols: int, rows: int, at: str
+    ) -> None:
         self.name = name
         self.child = child
         self.terminal = child.descriptors[0]
@@ -109,13 +111,13 @@ class Pty:
 
 
 class Sessions:
-    def __init__(self, machine: Machine, env: Mapping[str, str], workdir: str) -> None:
+    def __init__(self, machine: Machine, env: Mapping[str, str], workdir: str, tasks: TaskGroup) -> None:
         self.machine = machine
         self.env = dict(env)
         self.workdir = workdir
         self.all: dict[str, Session] = {}
         self.ptys: dict[str, Pty] = {}
-        self._readers: set[asyncio.Task[None]] = set()
+        self._tasks = tasks
         self._descriptors: set[int] = set()
 
     async def boot(self, command: list[str]) -> None:
@@ -132,7 +134,7 @@ class Sessions:
         self._descriptors.update(session.descriptors)
         for prefix, descriptor in zip((STDOUT, STDERR), session.descriptors, strict=True):
             self._read(running, prefix, descriptor)
-        self._start(self._await_shell(session, running))
+        self._tasks.start_soon(self._await_shell, session, running)
 
     async def create(self, name: str) -> None:
         if name in self.all:
@@ -161,7 +163,7 @@ class Sessions:
         session.descriptors += descriptors
         self._descriptors.update(descriptors)
         session.commands[command.id] = command
-        self._start(self._await_code(session, command, out, err, code))
+        self._tasks.start_soon(self._await_code, session, command, out, err, code)
         line = f"{{ {text}\n}} < {folder}/in > {folder}/out 2> {folder}/err; echo $? > {folder}/code\n"
         async with session.lock:
             with suppress(BrokenPipeError):
@@ -204,8 +206,6 @@ class Sessions:
                 if not command.done.is_set():
                     command.end(None)
         self._close(list(self._descriptors))
-        for task in self._readers:
-            task.cancel()
 
     def _close(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:
@@ -214,18 +214,14 @@ class Sessions:
                 anyio.notify_closing(descriptor)
                 os.close(descriptor)
 
-    def _start(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
-
     def _read(self, command: Command, prefix: bytes, descriptor: int) -> None:
-        async def read() -> None:
-            with suppress(anyio.ClosedResourceError):
-                async for data in chunks(descriptor):
-                    command.add(prefix, data)
+        self._tasks.start_soon(self._copy, command, prefix, descriptor)
 
-        self._start(read())
+    async def _copy(self, command: Command, prefix: bytes, descriptor: int) -> None:
+        # Ends with the pipe, or when ``_close`` takes the descriptor away.
+        with suppress(anyio.ClosedResourceError):
+            async for data in chunks(descriptor):
+                command.add(prefix, data)
 
     async def _await_code(self, session: Session, command: Command, out: int, err: int, code: int) -> None:
         self._read(command, STDOUT, out)

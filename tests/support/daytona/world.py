@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -18,9 +18,7 @@ from .clock import Clock, iso
 from .faults import Action, SlowStart, Stuck
 from .machine import Child, Machine, MachineDown, MachineRoom
 from .schema import ApiError
-
-if TYPE_CHECKING:
-    from .sessions import Sessions
+from .sessions import Sessions
 
 CREATE_WAIT_S = 30.0
 """How long the service holds the answer to a create from a snapshot until the sandbox has started."""
@@ -228,7 +226,16 @@ class World:
         content = asked.build_info.dockerfile_content if asked.build_info else f"FROM {asked.image_name}\n"
         build = self._build(content, asked.build_info)
         snapshot = Snapshot(
-            asked.name, build, cpu, memory, disk, asked.gpu or 0, self.clock.now(), asked.image_name, asked.entrypoint, region
+            asked.name,
+            build,
+            cpu,
+            memory,
+            disk,
+            asked.gpu or 0,
+            self.clock.now(),
+            asked.image_name,
+            asked.entrypoint,
+            region,
         )
         self.snapshots[snapshot.id] = snapshot
         return snapshot
@@ -420,8 +427,6 @@ class World:
             raise ApiError(400, f"Sandbox resource limit reached ({quota.sandboxes})")
 
     async def _bring_up(self, sandbox: Sandbox, delay_s: float) -> None:
-        from .sessions import Sessions
-
         build = sandbox.build
         if not build.ended.is_set():
             sandbox.set_state("building_snapshot" if build.state == "building" else "pending_build", self.clock.now())
@@ -437,12 +442,13 @@ class World:
         if sandbox.stuck:
             await sandbox.released.wait()
             sandbox.stuck = False
+        await self._take_down(sandbox)  # what is left of a run that ended by itself
         try:
             machine = await self._room.start(sandbox.id, build.layers)
             if sandbox.state not in ("creating", "starting"):  # gone meanwhile
                 await machine.kill()
                 return
-            sandbox.machine, sandbox.sessions = machine, Sessions(machine, sandbox.env, build.workdir)
+            sandbox.machine, sandbox.sessions = machine, Sessions(machine, sandbox.env, build.workdir, self._tasks)
             await sandbox.sessions.boot(sandbox.command)
         except (MachineDown, OSError, TimeoutError) as error:
             await self.fail(sandbox, f"Sandbox failed to start: {error}")
