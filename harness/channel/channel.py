@@ -23,7 +23,11 @@ class ChannelStream(ByteStream):
         self._left = b""
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """:raises anyio.EndOfStream: the other side finished. :raises anyio.BrokenResourceError: it dropped the stream."""
+        """The next bytes.
+
+        :raises anyio.EndOfStream: the other side finished.
+        :raises anyio.BrokenResourceError: it dropped the stream.
+        """
         try:
             data = self._left or await self._stream.read()
         except StreamReset as error:
@@ -44,7 +48,7 @@ class ChannelStream(ByteStream):
         self._stream.write_eof()
 
     async def aclose(self) -> None:
-        """Finish the stream: the other side can read all that was sent. Under cancellation (``aclose_forcefully``) it is dropped."""
+        """Finish the stream: the other side can read all that was sent. Under cancellation it is dropped instead."""
         try:
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._stream.write_eof()
@@ -61,7 +65,7 @@ class Channel:
 
     :param transport: the sandbox's bytes.
     :param on_message: called with each message of the guest. It may raise ``ProtocolError``.
-    :param on_stream: awaited in a task of its own for each stream the guest opens; it must not raise for what the guest does.
+    :param on_stream: awaited in a task of its own for each stream the guest opens; must not raise for what the guest does.
     :param on_close: called once, when ``error`` is set.
     """
 

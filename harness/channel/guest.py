@@ -1,4 +1,4 @@
-"""The guest as the host sees it: typed messages, each awaited with a deadline. See ``harness.guest`` for what they mean."""
+"""The guest as the host sees it: typed messages, each awaited with a deadline. ``harness.guest`` says what they mean."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The embedded model's own process, run as a file; standard library and xllamacpp only.
 
-It reads one JSON line of options from standard input, serves on a loopback port of its own choosing, prints one JSON line
-when it is ready, and ends when standard input closes: it cannot outlive its parent.
+It reads one JSON line of options from standard input, serves on a loopback port of its own choosing, prints one JSON
+line when it is ready, and ends when standard input closes: it cannot outlive its parent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     params.n_parallel, params.n_ctx, params.kv_unified = options["slots"], options["context"], True
     params.n_gpu_layers, params.cache_ram_mib = 0, 0
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    # The model's threads wait for each other by spinning: on cores that sandboxes want too, fewer are many times faster.
+    # Threads wait for each other by spinning: on cores that sandboxes want too, fewer are many times faster.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = max(1, min(4, cores // 2))
     params.fit_params = params.warmup = params.ui = False
     params.verbosity = 0

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from yarl import URL
 
 from harness.errors import PolicyError
-from harness.policy.faults import garbage, refused, request_headers, unreachable
+from harness.policy.http import garbage, proxy_of, refused, request_headers, unreachable
 from harness.policy.resolve import Policy
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10)
 _MAX_BODY = 1024 * 1024
-
-
-def proxy_of(url: str) -> str | None:
-    """The proxy that the environment names for a URL; none for names that bypass it."""
-    parsed = URL(url)
-    host = parsed.host or ""
-    if host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(host):
-        return None
-    return getproxies().get(parsed.scheme)
 
 
 async def check_policy(policy: Policy) -> None:

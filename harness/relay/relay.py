@@ -197,6 +197,11 @@ class Lease:
             if refusal.status in (401, 413, 505):
                 response.force_close()
             return response
+        except ConnectionError:  # the sandbox went away
+            raise
+        except Exception:
+            log.exception("a request could not be handled")
+            raise
         finally:
             connection.idle.set()
 

@@ -16,8 +16,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 from yarl import URL
 
 from harness.errors import PolicyError, PolicyRefused, PolicyUnreachable
-from harness.policy.faults import garbage, refused, request_headers, unreachable
-from harness.policy.preflight import proxy_of
+from harness.policy.http import garbage, proxy_of, refused, request_headers, unreachable
 from harness.policy.resolve import Policy
 from harness.relay.request import error_body
 from harness.relay.settings import RelaySettings
@@ -78,6 +77,9 @@ class Upstream:
             if secret in data:
                 data = data.replace(secret, _REDACTED)
         return data
+
+    def content_type(self, response: aiohttp.ClientResponse) -> str:
+        return self.scrub(response.headers.get("Content-Type", "").encode("utf-8", "replace")).decode()
 
     async def open(self, chat: bool, body: bytes, headers: dict[str, str], on_attempt: Callable[[], None]) -> Answer:
         """Send a request until there is an answer with a success status, its body still to be read.
@@ -149,12 +151,12 @@ class Upstream:
         failure = UpstreamFailure(
             response.status,
             data,
-            response.headers.get("Content-Type", "application/json"),
+            self.content_type(response) or "application/json",
             refused(url, self.policy.model, response.status, data),
         )
         failure.retry_after = _retry_after(response.headers.get("Retry-After"))
-        if "Retry-After" in response.headers:
-            failure.headers["Retry-After"] = response.headers["Retry-After"]
+        if failure.retry_after is not None:
+            failure.headers["Retry-After"] = f"{failure.retry_after:.0f}"
         failure.again = response.status in (429, 500, 502, 503, 504) and b"insufficient_quota" not in data
         raise failure
 
@@ -198,7 +200,7 @@ class Answer:
 
     def __init__(self, response: aiohttp.ClientResponse, upstream: Upstream) -> None:
         self.status = response.status
-        self.content_type = response.headers.get("Content-Type", "")
+        self.content_type = upstream.content_type(response)
         self._response = response
         self._upstream = upstream
 

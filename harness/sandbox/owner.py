@@ -20,7 +20,9 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:  # not Linux: the time of the last boot says the same
-        found = subprocess.run(["sysctl", "-n", "kern.boottime"], capture_output=True, text=True, timeout=5, check=False)
+        found = subprocess.run(
+            ["sysctl", "-n", "kern.boottime"], capture_output=True, text=True, timeout=5, check=False
+        )
         return found.stdout.strip()
 
 

@@ -36,7 +36,9 @@ async def choose(choice: Choice) -> Provider:
         provider = make_provider(choice)
         blocking = await _blocking(provider)
         if blocking:
-            raise ProviderUnavailable(f"the {choice} provider cannot work here: {_detail(blocking)}", hint=_remedy(blocking))
+            raise ProviderUnavailable(
+                f"the {choice} provider cannot work here: {_detail(blocking)}", hint=_remedy(blocking)
+            )
         return provider
     tried: list[str] = []
     for name in ("docker", "local"):

@@ -16,7 +16,7 @@ from harness.store import CallLog, RunStore, TextLog
 
 
 class TrialDirectory:
-    """``rollout_trials/<rollout_id>/`` of one trial. The relay and the guest write without waiting; one task carries it to the disk."""
+    """``rollout_trials/<rollout_id>/`` of one trial. Whoever writes does not wait; one task carries it to the disk."""
 
     def __init__(self, store: RunStore, rollout_id: str) -> None:
         self.path = store.trial_dir(rollout_id)
@@ -78,5 +78,3 @@ class TrialDirectory:
         if source not in self._texts:
             self._texts[source] = self._store.text_log(self._rollout_id, source)
         await self._texts[source].write(text)
-
-

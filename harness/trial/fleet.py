@@ -1,4 +1,4 @@
-"""Sandboxes ahead of need: while trials run, the next ones are made, so that creation is on no trial's critical path."""
+"""Sandboxes ahead of need: while trials run the next ones are made, so that creation is on no trial's critical path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.trial.session import Blueprint, Session, keep
 class Fleet:
     """Makes and hands out sessions, and is the one place that limits how many sandboxes exist.
 
-    At most ``max_in_flight`` sessions are in use and at most ``ahead`` wait, loaded, for a trial. Leaving the ``async with``
-    destroys all of them.
+    At most ``max_in_flight`` sessions are in use and at most ``ahead`` wait, loaded, for a trial. Leaving the
+    ``async with`` destroys all of them.
 
     :param demand: how many sessions will be asked for at least; none is made ahead of that.
     """

@@ -31,7 +31,7 @@ def of_error(error: HarnessError) -> Failure:
 def of_ending(ended: Ended, *, timeout_s: float | None, resources: Resources, policy: Failure | None) -> Failure | None:
     """Why a workflow that ended like this has no result; None when it has one.
 
-    :param policy: the last failure of the policy that reached the sandbox. A workflow that raised after one is not to blame.
+    :param policy: the last failure of the policy that reached the sandbox: who raised after one is not to blame.
     """
     if ended.how == "returned":
         return None
@@ -68,9 +68,7 @@ def _of_exception(ended: Ended, policy: Failure | None) -> Failure:
         names = set(error.types)
         category = "timeout" if "TimeoutError" in names else "agent_error"
         category = "validation_error" if names & _VALIDATION else category
-    return Failure(
-        party="rollout", category=category, kind=error.types[0], message=message, traceback=error.traceback
-    )
+    return Failure(party="rollout", category=category, kind=error.types[0], message=message, traceback=error.traceback)
 
 
 def _signal_name(number: int | None) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from harness.config import (
     EvalConfig,
     Redactor,
@@ -74,7 +76,7 @@ class Plan(Record):
     redactor: Redactor
     inputs: RunInputs
 
-    model_config = {"arbitrary_types_allowed": True, "frozen": True}
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     @property
     def work_items(self) -> int:
@@ -99,7 +101,7 @@ class Plan(Record):
         }
 
     def grader_env(self) -> dict[str, str]:
-        """Variables of the grader's process: this one's, less the policy's key, and what the config and settings add."""
+        """Variables of the grader's process: this one's less the policy's key, and what config and settings add."""
         env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
         if self.flags.policy_key_env:
             env.pop(self.flags.policy_key_env, None)
@@ -123,7 +125,7 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
     unknown = [name for name in settings.secrets if name not in secrets]
     if unknown:
         raise ConfigError(
-            f"[tool.harness] secrets of rollout {rollout.name!r} names {', '.join(unknown)}, which the config does not require",
+            f"[tool.harness] of rollout {rollout.name!r} lets {', '.join(unknown)} in, which the config does not require",
             hint="Name them under [secrets] required in the config too.",
         )
     policy = None

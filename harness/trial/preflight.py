@@ -1,4 +1,4 @@
-"""One model call from inside one sandbox, before the fleet starts: does the relay work, does the policy, and if not, which one."""
+"""One model call from inside one sandbox, before the fleet starts: do relay and policy work, and if not, which one?"""
 
 from __future__ import annotations
 
@@ -31,5 +31,3 @@ async def check_session(session: Session, policy: Policy) -> None:
         f"the policy answers this machine, but a sandbox cannot reach it through the relay ({answer})",
         hint="This is a fault of the harness or of the sandbox image, not of the policy.",
     )
-
-

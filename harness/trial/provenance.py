@@ -10,7 +10,7 @@ GIT_S = 10.0
 
 
 def provenance(config: Path, root: Path) -> dict[str, Any]:
-    """``config_path``, and where the workspace is a git checkout ``git_head``, ``git_branch`` and ``git_dirty``. Blocks."""
+    """``config_path``, and ``git_head``, ``git_branch`` and ``git_dirty`` of a workspace under git. Blocks."""
     shown = config.relative_to(root) if config.is_relative_to(root) else config
     head = _git(root, "rev-parse", "HEAD")
     if head is None:

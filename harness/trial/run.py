@@ -29,7 +29,7 @@ from harness.trial.trial import TrialRequest, TrialRunner
 AHEAD = 0.25
 """Sandboxes that wait, loaded, as a share of those in flight; at least one."""
 BREAKER = 5
-"""After this many trials in a row for which the policy or the provider failed, no more are started: they would all fail."""
+"""After this many trials in a row that the policy or the provider failed, no more are started: they would all fail."""
 
 Work = Sequence[tuple[Row, int]]
 
@@ -47,7 +47,13 @@ async def execute(plan: Plan, reporter: Reporter) -> RunResult:
     flags = plan.flags
     async with Interrupts.listen() as interrupts:
         with RunStore.open(
-            flags.output, flags.name, plan.inputs, info, fresh=flags.fresh, retry=flags.retry, redact=plan.redactor.redact
+            flags.output,
+            flags.name,
+            plan.inputs,
+            info,
+            fresh=flags.fresh,
+            retry=flags.retry,
+            redact=plan.redactor.redact,
         ) as store:
             for note in store.notes:
                 reporter.warning(note)
@@ -82,9 +88,7 @@ async def _prepare_and_run(
                 code=prepared.code,
             )
             ahead = max(1, round(plan.max_in_flight * AHEAD))
-            async with Fleet(
-                blueprint, max_in_flight=plan.max_in_flight, ahead=ahead, demand=len(pending)
-            ) as fleet:
+            async with Fleet(blueprint, max_in_flight=plan.max_in_flight, ahead=ahead, demand=len(pending)) as fleet:
                 reporter.phase("checking the policy from inside a sandbox")
                 session = await fleet.open()
                 await check_session(session, prepared.policy)

@@ -1,14 +1,14 @@
 """One sandbox with its guest, from the create call until it is gone.
 
-A session is kept by a task of its own, so that it can be made ahead of need by one task and used by another, and so that whoever
-uses it cannot forget to destroy it.
+A session is kept by a task of its own, so that it can be made ahead of need by one task and used by another, and so that
+whoever uses it cannot forget to destroy it.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,7 @@ class Session:
         await self._gone.wait()
 
 
-async def keep(
-    blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_status: TaskStatus[Session]
-) -> None:
+async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_status: TaskStatus[Session]) -> None:
     """Make a sandbox, load the code, hand the session to whoever started this, and destroy it when it is released.
 
     :raises HarnessError: before the session was handed over; nothing is left behind then. Afterwards it never raises.
@@ -209,5 +207,3 @@ def describe(session: Session) -> dict[str, Any]:
     if session.exit is not None:
         found["exit"] = session.exit.model_dump()
     return found
-
-

@@ -13,7 +13,7 @@ from anyio.abc import TaskStatus
 class Interrupts:
     """Counts SIGINT and SIGTERM and calls whoever wants to know.
 
-    ``on_first`` is called at the first signal, ``on_second`` at the second and later ones. Both may be replaced at any time.
+    ``on_first`` is called at the first signal, ``on_second`` at each later one. Both may be replaced at any time.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ class _Attempt:
 
     ended: Ended | None = None
     failure: Failure | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     timing: dict[str, float] = field(default_factory=dict)
     sandbox: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class TrialRunner:
         self._running: dict[str, anyio.CancelScope] = {}
 
     def cancel(self, rollout_id: str) -> bool:
-        """End a trial that waits for a sandbox or runs in one; its record then says ``cancelled``. False when it does neither."""
+        """End a trial that has or awaits a sandbox; its record then says ``cancelled``. False if it does neither."""
         scope = self._running.get(rollout_id)
         if scope is not None:
             scope.cancel()
@@ -205,6 +205,10 @@ class TrialRunner:
         async def receive(stream: ByteStream) -> None:
             report = await receive_artifacts(stream, files.artifacts, self._limits)
             attempt.warnings.extend(f"artifact {path!r} was skipped: {reason}" for path, reason in report.skipped)
+            if report.skipped_more:
+                attempt.warnings.append(f"{report.skipped_more} more artifacts were skipped")
+            if report.error is not None:
+                attempt.warnings.append(f"the artifacts ended early: {report.error}")
 
         try:
             exported = await session.guest.export(receive, EXPORT_S)

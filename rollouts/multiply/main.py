@@ -1,7 +1,7 @@
 """multiply: the model multiplies two numbers, in plain chat completions.
 
-The workflow shows the model one worked example, asks, and asks once more when the answer has no ``#### <number>`` line. The grader
-compares that number with the row's ground truth.
+The workflow shows the model one worked example, asks, and asks once more when the answer has no ``#### <number>`` line.
+The grader compares that number with the row's ground truth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 ANSWER = re.compile(r"####\s*([-+]?\d*\.?\d+)")
 
-# A worked example, as turns of the conversation: small models copy a form that they have seen, where they ignore one that is described.
+# A worked example, as turns of the conversation: small models copy a form they have seen, not one they are told about.
 EXAMPLE: list[Message] = [
     {"role": "user", "content": "3 * 4"},
     {"role": "assistant", "content": "3 * 4 = 12\n#### 12"},
@@ -59,7 +59,7 @@ def post(url: str, key: str, body: dict[str, Any], timeout_s: float) -> dict[str
 
 
 async def complete(messages: list[Message], config: MultiplyConfig) -> Message:
-    """Ask the policy of the running rollout for the next message. Whoever serves it decides on the model and how it is sampled."""
+    """Ask the rollout's policy for the next message. Whoever serves it decides on the model and how it is sampled."""
     rollout = get_rollout_context()
     assert rollout is not None, "the backend runs a workflow inside a rollout context"
     body = {"model": "osmosis-rollout", "messages": messages, "max_completion_tokens": config.max_tokens}

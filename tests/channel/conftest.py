@@ -91,14 +91,16 @@ def box(tmp_path: Path) -> Boxes:
         boot = {"root": str(root), "uid": None, "gid": None, "lease_s": lease_s, "limits": limits}
         with theirs:
             process = await anyio.open_process(
-                command(sys.executable, str(lib), boot), stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=None, env=dict(os.environ)
+                command(sys.executable, str(lib), boot),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=None,
+                env=dict(os.environ),
             )
         made = Box.__new__(Box)
         stream = await SocketStream.from_socket(ours)
         try:
-            async with Guest(
-                stream, serve=serve, on_log=lambda s, t, d: made.on_log(s, t, d), lease_s=60
-            ) as guest:
+            async with Guest(stream, serve=serve, on_log=lambda s, t, d: made.on_log(s, t, d), lease_s=60) as guest:
                 made.__init__(guest, process, root)  # type: ignore[misc]
                 await guest.hello(20)
                 yield made

@@ -21,7 +21,9 @@ class Pair:
         self.opened: asyncio.Queue[Stream] = asyncio.Queue()
         self.wake = asyncio.Event()
         self.host = Mux(host=True, on_message=self.messages.append, on_open=self.opened.put_nowait, wake=self.wake.set)
-        self.guest = Mux(host=False, on_message=self.messages.append, on_open=self.opened.put_nowait, wake=self.wake.set)
+        self.guest = Mux(
+            host=False, on_message=self.messages.append, on_open=self.opened.put_nowait, wake=self.wake.set
+        )
         self.most_waiting = 0
 
     async def carry(self) -> None:

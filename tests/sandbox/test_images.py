@@ -13,6 +13,7 @@ import pytest
 
 from harness.errors import ImageError
 from harness.guest import ENV, LIB
+from harness.sandbox import bootstrap
 from harness.sandbox.base import SandboxSettings, SandboxSpec
 from harness.sandbox.docker import DockerProvider, images
 from harness.sandbox.docker.pull import DEFAULT_IMAGE
@@ -255,3 +256,18 @@ async def test_a_build_that_fails_leaves_no_image(
     with pytest.raises(ImageError, match="returned a non-zero code: 5"):
         await provider.prepare(lock, SandboxSettings(), quiet)
     assert await provider.engine.images(f"harness.lock={lock.digest}") == []
+
+
+async def test_the_bootstrap_says_what_it_needs_and_does_nothing_twice(
+    provider: DockerProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    there = await provider.engine.image(DEFAULT_IMAGE)
+    assert there is not None
+    assert await bootstrap.bootstrap(provider.engine, lines.append) == there["Id"]
+    assert lines == []
+    monkeypatch.setattr(bootstrap, "DEFAULT_IMAGE", f"harness-python:{secrets.token_hex(4)}")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ImageError, match="mmdebstrap") as caught:
+        await bootstrap.bootstrap(provider.engine, lines.append)
+    assert "apt-get install mmdebstrap" in caught.value.hint

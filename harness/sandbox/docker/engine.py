@@ -8,6 +8,7 @@ stream their answer. Podman's Docker-compatible socket answers the same calls.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,6 +137,7 @@ class Engine:
             if protocol is None or protocol.transport is None:
                 response.close()
                 raise DockerError(900, "the engine closed the attached connection")
+            _keep_alive(protocol.transport.get_extra_info("socket"))
             return AttachStream(protocol.transport, protocol._tail, response.close)
 
     async def start(self, container: str) -> None:
@@ -316,6 +318,15 @@ class Engine:
 
 
 _LIMIT_KEYS = {"memory": "MemoryLimit", "swap": "SwapLimit", "cpu": "CpuCfsQuota", "pids": "PidsLimit"}
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Let the kernel find out when a remote engine is gone: an attached connection may rightly be silent for minutes."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _take(what: str, line: bytes, on_message: OnMessage) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong between this host and the policy, in words: one place for the preflight and the relay."""
+"""Talking HTTP to a policy, and what can go wrong there, in words: one place for the preflight and the relay."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import errno
 import json
 import socket
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from yarl import URL
 
 from harness.errors import PolicyError, PolicyRefused, PolicyUnreachable
 
@@ -20,6 +22,15 @@ def request_headers(policy_key: str | None, extra: dict[str, str]) -> dict[str, 
     if policy_key:
         headers["Authorization"] = f"Bearer {policy_key}"
     return headers | extra
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for a URL; none for names that bypass it."""
+    parsed = URL(url)
+    host = parsed.host or ""
+    if host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(host):
+        return None
+    return getproxies().get(parsed.scheme)
 
 
 def unreachable(url: str, error: BaseException) -> PolicyError:
