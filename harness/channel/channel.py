@@ -65,7 +65,7 @@ class Channel:
 
     :param transport: the sandbox's bytes.
     :param on_message: called with each message of the guest. It may raise ``ProtocolError``.
-    :param on_stream: awaited in a task of its own for each stream the guest opens; must not raise for what the guest does.
+    :param on_stream: awaited in a task of its own for each stream of the guest; must not raise for what it does.
     :param on_close: called once, when ``error`` is set.
     """
 

@@ -1,4 +1,4 @@
-"""The guest as the host sees it: typed messages, each awaited with a deadline. ``harness.guest`` says what they mean."""
+"""The guest as the host sees it: typed messages, each awaited with a deadline. ``harness.guest`` explains them."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from harness.guest import control, failures, rollout, samples
 
 _GOODBYE_S = 1.0
+_hung_up = threading.Event()
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(descriptor))
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=sock.close)
-    atexit.register(_kill_group, os.getpid())  # registered first, runs last: processes that graders left end with it
+    atexit.register(_kill_group, os.getpid())  # registered first, runs last
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _import_guest(Path(lib))
     try:
@@ -56,6 +57,7 @@ def _import_guest(lib: Path) -> None:
     spec.loader.exec_module(package)
     for name in ("control", "failures", "rollout", "samples"):
         globals()[name] = importlib.import_module(f"harness_guest.{name}")
+    failures.OURS.append(__file__)
 
 
 async def _serve(sock: socket.socket, wiring: rollout.Wiring) -> None:
@@ -78,6 +80,8 @@ def _read(sock: socket.socket, loop: asyncio.AbstractEventLoop, requests: asynci
             message = control.receive(sock)
         except ValueError:
             message = None
+        if message is None:
+            _hung_up.set()
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(requests.put_nowait, message)
     time.sleep(_GOODBYE_S)
@@ -85,7 +89,8 @@ def _read(sock: socket.socket, loop: asyncio.AbstractEventLoop, requests: asynci
 
 
 def _kill_group(pid: int) -> None:
-    if os.getpid() == pid:
+    """When the host is gone, nobody else ends the processes that graders left."""
+    if os.getpid() == pid and _hung_up.is_set():
         os.killpg(0, signal.SIGKILL)
 
 
@@ -115,10 +120,12 @@ async def _grade(wiring: rollout.Wiring, request: dict[str, Any]) -> dict[str, A
     try:
         graded, error = await _run_grader(wiring, request, given), None
     except Exception as exc:
-        graded, error = given, failures.error_info(exc)
+        graded, error = given, failures.reported(exc)
     except BaseException as exc:  # sys.exit and its like: the process must not go on
-        traceback.print_exc()
-        return _reply(given, {**failures.error_info(exc), "message": _exit_text(exc)}, last=True)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the loop is ending: a task of the grader's called sys.exit
+            raise
+        return _reply(given, {**failures.reported(exc), "message": _exit_text(exc)}, last=True)
     return _reply(graded, error, last=False)
 
 
@@ -156,7 +163,6 @@ async def _run_grader(wiring: rollout.Wiring, request: dict[str, Any], given: di
             await grader.grade(ctx)
             graded = _graded_0_2(ctx) if wiring.generation == "0.2" else _graded_0_3(ctx)
     except Exception as exc:
-        traceback.print_exc()
         if deadline.expired():
             raise TimeoutError(too_late) from exc
         raise

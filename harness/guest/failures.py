@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 _TEXT_LIMIT = 64 * 1024
-_OURS = (str(Path(__file__).parent), "<frozen ")
+OURS = [str(Path(__file__).parent), "<frozen "]
+"""Where the harness's own code is: how it came to call the user's is left out of tracebacks."""
 
 
 class LoadError(Exception):
@@ -42,6 +44,13 @@ def error_info(exc: BaseException) -> dict[str, Any]:
     }
 
 
+def reported(exc: BaseException) -> dict[str, Any]:
+    """``error_info``, with the traceback printed for the trial's log."""
+    error = error_info(exc)
+    print(error["traceback"], end="", file=sys.stderr)
+    return error
+
+
 def text_of(value: object) -> str:
     """``str(value)``, bounded, and the name of its type where that fails."""
     return cut(_quietly(lambda: str(value), f"<{type(value).__name__}>"))
@@ -65,9 +74,8 @@ def _quietly[T](compute: Any, otherwise: T) -> T:
 
 
 def _traceback(exc: BaseException) -> str:
-    """From the user's first frame on: how the harness got there is of no interest."""
     trace: TracebackType | None = exc.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(tuple(OURS)):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(exc), exc, trace))
 

@@ -7,11 +7,10 @@ import copy
 import importlib
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from .failures import error_info
+from .failures import error_info, reported
 from .rollout import Wiring
 from .samples import sample_data
 
@@ -38,8 +37,7 @@ async def run_workflow(
     except SystemExit as exc:
         result = exited(exc)
     except BaseException as exc:
-        traceback.print_exc()
-        result = {"how": "raised", "error": error_info(exc)}
+        result = {"how": "raised", "error": reported(exc)}
     return {**result, "agent_s": time.monotonic() - started}
 
 
@@ -72,20 +70,19 @@ async def _run(
             collect = _collect_0_2 if wiring.generation == "0.2" else _collect_0_3
             samples, labelled = await collect(workflow, ctx, rollout_ctx)
     except Exception as exc:
-        traceback.print_exc()
         if not deadline.expired():  # a TimeoutError of the user's own keeps its text
-            return {"how": "raised", "error": error_info(exc)}
-        return _timed_out(exc, timeout_s)
+            raise
+        return _timed_out(reported(exc), timeout_s)
     # Late success is no success: the cancellation was swallowed, or synchronous code held up the loop.
     if timeout_s is not None and (deadline.expired() or time.monotonic() - started > timeout_s):
-        return _timed_out(TimeoutError(), timeout_s)
+        return _timed_out(error_info(TimeoutError()), timeout_s)
     data = [{"name": name, "data": sample_data(sample)} for name, sample in samples.items()]
     return {"how": "returned", "samples": data, "labelled": labelled}
 
 
-def _timed_out(exc: Exception, timeout_s: float | None) -> dict[str, Any]:
+def _timed_out(error: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     message = f"workflow exceeded its {float(timeout_s or 0)}s deadline"
-    return {"how": "timeout", "error": {**error_info(exc), "message": message, "category": "timeout"}}
+    return {"how": "timeout", "error": {**error, "message": message, "category": "timeout"}}
 
 
 async def _collect_0_3(workflow: Any, ctx: Any, rollout_ctx: Any) -> tuple[dict[str, Any], bool]:

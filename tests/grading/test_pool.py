@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import anyio
 import pytest
 
 from harness.errors import EntryPointError
-from harness.grading import GraderInfo, GraderPool, GradeRequest, GradeResult
+from harness.grading import GradeRequest, GradeResult, GraderInfo, GraderPool
 from harness.models import Sample
 from tests.sdk import PYTHON_0_3, worker_env, write_rollout
 
@@ -142,7 +140,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rollout(tmp_path_factory.mktemp("rollout"), MAIN)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """One loop for the module, so that tests can share a warm pool."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
 async def pool(folder: Path) -> AsyncIterator[GraderPool]:
     async with make_pool(folder) as pool:
         yield pool
@@ -289,10 +293,19 @@ async def test_a_process_that_a_grader_leaves_neither_blocks_nor_outlives_the_po
         assert (await pool.grade(request("ok"))).reward == 0.5
         sleeping = processes("sleep\0" + "61\0")
         assert len(sleeping) == 1
-    assert not Path(f"/proc/{worker}").exists()
+    assert gone(worker)
     assert processes("sleep\0" + "61\0") == []
     for pid in processes("sleep\0" + "62\0"):  # in a session of its own: out of reach
         os.kill(pid, signal.SIGKILL)
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def until_gone(pid: int) -> None:
+    while not gone(pid):  # noqa: ASYNC110  # nothing tells when another's child ends
+        await anyio.sleep(0.02)
 
 
 def processes(command: str) -> list[int]:
@@ -325,7 +338,7 @@ async def test_a_cancelled_grading_kills_its_worker(folder: Path) -> None:
         with anyio.move_on_after(0.3) as scope:
             await pool.grade(request("blocks"))
         assert scope.cancelled_caught
-        assert not Path(f"/proc/{before}").exists()
+        assert gone(before)
         assert (await pool.grade(request("ok"))).reward == 0.5
 
 
@@ -334,8 +347,7 @@ async def test_a_worker_that_died_idle_is_replaced(folder: Path) -> None:
         before = pid_of(await pool.grade(request("about")))
         os.kill(before, signal.SIGKILL)
         with anyio.fail_after(5):
-            while Path(f"/proc/{before}").exists():
-                await anyio.sleep(0.01)
+            await until_gone(before)
         assert (await pool.grade(request("ok"))).reward == 0.5
 
 
@@ -404,13 +416,11 @@ async def main():
             os.kill(os.getpid(), signal.SIGKILL)
 anyio.run(main)
 """
-    done = subprocess.run([sys.executable, "-c", host], capture_output=True, text=True, check=False)
+    done = await anyio.run_process([sys.executable, "-c", host], check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        await anyio.sleep(0.05)
-    assert not Path(f"/proc/{worker}").exists()
+    with anyio.fail_after(10):
+        await until_gone(worker)
 
 
 MAIN_0_2 = """
@@ -445,11 +455,12 @@ async def test_several_samples_of_the_older_sdk(tmp_path: Path, python_0_2: Path
         assert (one.reward, one.remove_sample) == (1.0, False)
         none = await pool.grade(graded({}, "a", "b"))
         assert (none.reward, none.remove_sample) == (None, True)
-        for rewards, message in [
+        failures: list[tuple[dict[str, Any], str]] = [
             ({"a": 1.0}, "Sample b has no reward after grading"),
             ({"a": 1.0, "b": "nan"}, "Sample b has the reward nan, which is not a finite number"),
             ({"c": 1.0}, "Sample c not found"),
-        ]:
+        ]
+        for rewards, message in failures:
             result = await pool.grade(graded(rewards))
             assert result.failure is not None
             assert (result.failure.message, result.failure.category) == (message, "validation_error")

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from daytona import (
     Image,
     ListSandboxesQuery,
     Resources,
-    SandboxState,
     SessionExecuteRequest,
 )
 from daytona.common import errors as sdk
-from daytona_api_client_async import SnapshotState
+from daytona_api_client import SandboxState as QueryState
+from daytona_api_client import SnapshotState
+from daytona_api_client_async import SandboxState
 
 from tests.support.daytona import (
     Break,
@@ -49,7 +50,11 @@ from tests.support.daytona import (
 from tests.support.daytona.clock import RateLimits
 from tests.support.daytona.dockerfile import DockerfileError, parse
 
-pytestmark = [pytest.mark.anyio, pytest.mark.namespaces, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.namespaces,
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
+]
 
 SERVER = """
 import asyncio, base64, hashlib, sys
@@ -58,7 +63,8 @@ async def serve(reader, writer):
     if "upgrade: websocket" in head.lower():
         key = [l.split(": ")[1] for l in head.split("\\r\\n") if l.lower().startswith("sec-websocket-key")][0]
         digest = hashlib.sha1((key + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode()).digest()
-        writer.write(b"HTTP/1.1 101 Switching\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\nSec-WebSocket-Accept: "
+        writer.write(b"HTTP/1.1 101 Switching\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\n"
+                     b"Sec-WebSocket-Accept: "
                      + base64.b64encode(digest) + b"\\r\\n\\r\\n")
         while data := await reader.read(65536):  # echo, unmasked
             if data[0] & 15 == 8:
@@ -82,7 +88,9 @@ asyncio.run(main())
 async def client(service: DaytonaStandIn, **more: Any) -> AsyncIterator[AsyncDaytona]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        config = DaytonaConfig(**{"api_key": service.api_key, "api_url": service.url, "use_deprecated_polling": True} | more)
+        config = DaytonaConfig(
+            **{"api_key": service.api_key, "api_url": service.url, "use_deprecated_polling": True} | more
+        )
         daytona = AsyncDaytona(config)
     async with daytona:
         yield daytona
@@ -135,21 +143,24 @@ async def listening(sandbox: AsyncSandbox, says: str = "hello") -> None:
     await sandbox.process.create_session("server")
     run = SessionExecuteRequest(command=f"python3 /tmp/server.py {says}", run_async=True)
     started = await sandbox.process.execute_session_command("server", run)
+    output = ""
     with anyio.fail_after(10):
-        while "listening" not in (await sandbox.process.get_session_command_logs("server", started.cmd_id)).output:
-            await anyio.sleep(0.02)
+        while "listening" not in output:
+            output = (await sandbox.process.get_session_command_logs("server", started.cmd_id)).output
+
+
+async def until(true: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not true():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
 
 
 async def gone(service: DaytonaStandIn, *sandboxes: str) -> None:
-    with anyio.fail_after(10):
-        while set(sandboxes) & set(service.sandboxes):
-            await anyio.sleep(0.01)
+    await until(lambda: not set(sandboxes) & set(service.sandboxes))
 
 
 async def state(service: DaytonaStandIn, sandbox: str, wanted: str) -> None:
-    with anyio.fail_after(10):
-        while service.sandboxes[sandbox].state != wanted:
-            await anyio.sleep(0.01)
+    await until(lambda: service.sandboxes[sandbox].state == wanted)
 
 
 # Life
@@ -168,7 +179,9 @@ async def test_sandbox_is_a_machine_of_its_own(service: DaytonaStandIn, daytona:
     await listening(first, "first")
     await listening(second, "second")
     with socket.create_server(("127.0.0.1", 0)) as host:
-        tried = await first.process.exec(f"echo > /dev/tcp/127.0.0.1/{host.getsockname()[1]} || echo > /dev/tcp/1.1.1.1/53")
+        tried = await first.process.exec(
+            f"echo > /dev/tcp/127.0.0.1/{host.getsockname()[1]} || echo > /dev/tcp/1.1.1.1/53"
+        )
     assert tried.exit_code != 0
     assert (await first.process.exec("ls /proc | grep -c '^[0-9]'")).result < "9"
     assert (await daytona.get("one")).id == first.id
@@ -246,7 +259,7 @@ async def test_list_by_labels_states_and_cursor(service: DaytonaStandIn, daytona
     assert await listed(labels={"all": "yes"}, limit=1) == sorted(ids)
     assert service.requests.count("GET /sandbox") == 3
     assert await listed(labels={"all": "yes", "n": "1"}) == [ids[1]]
-    assert await listed(states=[SandboxState.STOPPED]) == [ids[0]]
+    assert await listed(states=[QueryState.STOPPED]) == [ids[0]]
     assert await listed(labels={"all": "no"}) == []
     await made[2].set_labels({"other": "x"})
     assert await listed(labels={"all": "yes"}) == sorted(ids[:2])
@@ -302,12 +315,12 @@ async def test_names_are_unique_and_keys_checked(service: DaytonaStandIn, dayton
 async def test_quota_counts_the_disk_of_stopped_sandboxes() -> None:
     async with DaytonaStandIn(quota=Quota(cpu=2, memory=3, disk=9, sandboxes=9)) as service, client(service) as daytona:
         first, second = [await daytona.create() for _ in range(2)]
-        with pytest.raises(sdk.DaytonaBadRequestError, match="Total CPU limit exceeded. Maximum allowed: 2."):
+        with pytest.raises(sdk.DaytonaBadRequestError, match=r"Total CPU limit exceeded\. Maximum allowed: 2\."):
             await daytona.create()
         await first.stop()
         third = await daytona.create()
         await second.stop()
-        with pytest.raises(sdk.DaytonaBadRequestError, match="Total disk limit exceeded. Maximum allowed: 9GiB."):
+        with pytest.raises(sdk.DaytonaBadRequestError, match=r"Total disk limit exceeded\. Maximum allowed: 9GiB\."):
             await daytona.create()
         await first.delete(wait=True)
         with pytest.raises(sdk.DaytonaBadRequestError, match="Total memory limit exceeded"):
@@ -333,7 +346,8 @@ async def test_snapshot_is_built_once_with_a_log_and_is_what_sandboxes_contain(
     )
     lines: list[str] = []
     made = await daytona.snapshot.create(
-        CreateSnapshotParams(name="env:1", image=image, resources=Resources(cpu=2, memory=2, disk=5)), on_logs=lines.append
+        CreateSnapshotParams(name="env:1", image=image, resources=Resources(cpu=2, memory=2, disk=5)),
+        on_logs=lines.append,
     )
     assert made.state == SnapshotState.ACTIVE
     assert "to the log" in "".join(lines)
@@ -354,9 +368,7 @@ async def test_snapshot_is_built_once_with_a_log_and_is_what_sandboxes_contain(
     assert (await daytona.snapshot.get("env:2")).state == SnapshotState.REMOVING
     with pytest.raises(sdk.DaytonaBadRequestError, match="Snapshot env:2 is removing"):
         await daytona.create(CreateSandboxFromSnapshotParams(snapshot="env:2"))
-    with anyio.fail_after(5):
-        while len(service.snapshots) > 2:
-            await anyio.sleep(0.01)
+    await until(lambda: len(service.snapshots) == 2)
     with pytest.raises(sdk.DaytonaNotFoundError):
         await daytona.snapshot.get("env:2")
 
@@ -409,10 +421,16 @@ async def test_sessions(service: DaytonaStandIn, daytona: AsyncDaytona) -> None:
     with pytest.raises(sdk.DaytonaConflictError):
         await process.create_session("s")
     await process.execute_session_command("s", SessionExecuteRequest(command="cd /tmp; X=1"))
-    done = await process.execute_session_command("s", SessionExecuteRequest(command="cat <<E\n$PWD $X\nE\necho e >&2; false"))
+    done = await process.execute_session_command(
+        "s", SessionExecuteRequest(command="cat <<E\n$PWD $X\nE\necho e >&2; false")
+    )
     assert (done.exit_code, done.stdout, done.stderr) == (1, "/tmp 1\n", "e\n")
-    asked = SessionExecuteRequest(command="read line; echo got $line; echo bad >&2; sleep 0.1; printf '\\303'; printf '\\274'")
-    running = await process.execute_session_command("s", SessionExecuteRequest(**asked.model_dump() | {"run_async": True}))
+    asked = SessionExecuteRequest(
+        command="read line; echo got $line; echo bad >&2; sleep 0.1; printf '\\303'; printf '\\274'"
+    )
+    running = await process.execute_session_command(
+        "s", SessionExecuteRequest(**asked.model_dump() | {"run_async": True})
+    )
     assert (await process.get_session_command("s", running.cmd_id)).exit_code is None
     out: list[str] = []
     err: list[str] = []
@@ -443,7 +461,9 @@ async def test_sessions(service: DaytonaStandIn, daytona: AsyncDaytona) -> None:
     await process.execute_session_command("t", SessionExecuteRequest(command="sleep 4242", run_async=True))
     assert len(await process.list_sessions()) == 2
     await process.delete_session("t")
-    assert (await process.exec("for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; done | grep -c '^sleep 4242'")).result == "0\n"
+    assert (
+        await process.exec("for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; done | grep -c '^sleep 4242'")
+    ).result == "0\n"
     with pytest.raises(sdk.DaytonaNotFoundError):
         await process.get_session("t")
 
@@ -569,14 +589,19 @@ async def test_preview_connections_break(service: DaytonaStandIn, daytona: Async
     service.faults.add(f"PREVIEW /{sandbox.id}/8000", Break(after_bytes=400))
     async with opened(link.url, link.token) as socket:
         with anyio.fail_after(5):
-            while (await socket.receive()).type == aiohttp.WSMsgType.TEXT or not socket.closed:
+            for _ in range(3):
                 await socket.send_str("x" * 100)
+            while not socket.closed:
+                await socket.receive()
     service.faults.add(f"PREVIEW /{sandbox.id}/8000", Respond(503))
     assert (await fetch(link.url, **{"x-daytona-preview-token": link.token}))[0] == 503
 
 
 async def test_preview_goes_idle() -> None:
-    async with DaytonaStandIn(preview_idle_s=60, preview_counts_as_activity=True) as service, client(service) as daytona:
+    async with (
+        DaytonaStandIn(preview_idle_s=60, preview_counts_as_activity=True) as service,
+        client(service) as daytona,
+    ):
         sandbox = await daytona.create()
         await listening(sandbox)
         link = await sandbox.get_preview_link(8000)
@@ -657,7 +682,9 @@ async def test_faults_of_requests(service: DaytonaStandIn, daytona: AsyncDaytona
 async def test_faults_of_sandboxes(service: DaytonaStandIn, daytona: AsyncDaytona) -> None:
     sandbox = await daytona.create()
     await sandbox.process.create_session("s")
-    running = await sandbox.process.execute_session_command("s", SessionExecuteRequest(command="sleep 99", run_async=True))
+    running = await sandbox.process.execute_session_command(
+        "s", SessionExecuteRequest(command="sleep 99", run_async=True)
+    )
     await service.faults.out_of_memory(sandbox.id)
     with pytest.raises(sdk.DaytonaSessionEndedError):
         await sandbox.process.execute_session_command("s", SessionExecuteRequest(command="true"))
@@ -741,7 +768,9 @@ async def test_answers_are_the_sdks_models(service: DaytonaStandIn, daytona: Asy
     check(toolbox_models.Session, await get(f"{box}/process/session/x"))
     check(toolbox_models.Command, await get(f"{box}/process/session/x/command/{done.cmd_id}"))
     check(toolbox_models.SessionCommandLogsResponse, await get(f"{box}/process/session/x/command/{done.cmd_id}/logs"))
-    check(toolbox_models.SessionExecuteResponse, await get(f"{box}/process/session/x/exec", "POST", {"command": "true"}))
+    check(
+        toolbox_models.SessionExecuteResponse, await get(f"{box}/process/session/x/exec", "POST", {"command": "true"})
+    )
     check(toolbox_models.PtyListResponse, await get(f"{box}/process/pty"))
     check(toolbox_models.PtySessionInfo, await get(f"{box}/process/pty/p"))
     check(toolbox_models.FileInfo, await get(f"{box}/files/info?path=/tmp"))

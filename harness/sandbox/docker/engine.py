@@ -321,7 +321,7 @@ _LIMIT_KEYS = {"memory": "MemoryLimit", "swap": "SwapLimit", "cpu": "CpuCfsQuota
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Let the kernel find out when a remote engine is gone: an attached connection may rightly be silent for minutes."""
+    """Let the kernel find out when a remote engine is gone: an attached connection may be silent for minutes."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):

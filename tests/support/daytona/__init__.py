@@ -9,8 +9,8 @@ It is strict where the service is, and a test can order faults and put the clock
         await service.clock.advance(15 * 60)
         assert not service.sandboxes
 
-What it is not: no sandbox has any egress, whatever its network settings say; resources are accounted for, not enforced; all
-base images hold this machine's ``/usr`` and Python; a build has no context (no COPY) and runs on this machine's network.
+What it is not: no sandbox has any egress, whatever its network settings say; resources are accounted for, not enforced;
+all base images hold this machine's ``/usr`` and Python; a build has no context (no COPY), and this machine's network.
 """
 
 from .clock import Clock as Clock

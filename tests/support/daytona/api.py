@@ -11,47 +11,27 @@ from typing import Any
 from aiohttp import web
 
 from . import schema
+from .builds import Build
 from .clock import Rate, RateLimits, iso
 from .faults import FAULTS
 from .proxy import PORTS, RESERVED
 from .schema import ApiError
-from .world import PUBLIC_SNAPSHOT, Build, Sandbox, World, describe, describe_snapshot
+from .world import PUBLIC_SNAPSHOT, Sandbox, World, describe, describe_snapshot
 
 PAGE, MAX_PAGE = 100, 200
-_STATES = frozenset(
-    [
-        "creating",
-        "restoring",
-        "destroyed",
-        "destroying",
-        "started",
-        "stopped",
-        "starting",
-        "stopping",
-        "error",
-        "build_failed",
-        "pending_build",
-        "building_snapshot",
-        "unknown",
-        "pulling_snapshot",
-        "archived",
-        "archiving",
-        "resizing",
-        "snapshotting",
-        "forking",
-        "pausing",
-        "paused",
-        "resuming",
-    ]
-)
+_STATES = frozenset((
+    "creating", "restoring", "destroyed", "destroying", "started", "stopped", "starting", "stopping", "error",
+    "build_failed", "pending_build", "building_snapshot", "unknown", "pulling_snapshot", "archived", "archiving",
+    "resizing", "snapshotting", "forking", "pausing", "paused", "resuming",
+))  # fmt: skip
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def throttlers(method: str, path: str) -> tuple[str, ...]:
     """Which of the service's counters a request counts for."""
-    if method == "POST" and path in ("/sandbox", "/snapshots"):
-        return ("authenticated", "sandbox-create") if path == "/sandbox" else ("authenticated",)
+    if method == "POST" and path == "/sandbox":
+        return "authenticated", "sandbox-create"
     if path.startswith("/sandbox/") and (
         method == "DELETE" or path.endswith(("/start", "/stop", "/archive", "/recover"))
     ):
@@ -261,32 +241,29 @@ class Api:
             found = self._rates.rates.get(name, Rate(0))
             return {"ttl": found.window_s, "limit": found.limit}
 
+        here = "http://127.0.0.1"
         return web.json_response({
-            "version": "0.226.1", "oidc": {"issuer": "http://127.0.0.1", "clientId": "none", "audience": "none"},
-            "linkedAccountsEnabled": False, "announcements": {}, "proxyTemplateUrl": self._urls("preview") + "/{{PORT}}-{{sandboxId}}",
-            "proxyToolboxUrl": self._urls("toolbox"), "defaultSnapshot": PUBLIC_SNAPSHOT, "dashboardUrl": self._urls("api"),
-            "maxAutoArchiveInterval": 43200, "maintananceMode": False, "environment": "test",
+            "version": "0.226.1",
+            "oidc": {"issuer": here, "clientId": "none", "audience": "none", "provider": "oidc"},
+            "linkedAccountsEnabled": False,
+            "announcements": {},
+            "proxyTemplateUrl": self._urls("preview") + "/{{PORT}}-{{sandboxId}}",
+            "proxyToolboxUrl": self._urls("toolbox"),
+            "defaultSnapshot": PUBLIC_SNAPSHOT,
+            "dashboardUrl": here,
+            "maxAutoArchiveInterval": 43200,
+            "maintananceMode": False,
+            "environment": "test",
             "rateLimit": {
-                "authenticated": rate("authenticated"), "sandboxCreate": rate("sandbox-create"),
+                "authenticated": rate("authenticated"),
+                "sandboxCreate": rate("sandbox-create"),
                 "sandboxLifecycle": rate("sandbox-lifecycle"),
             },
         })  # fmt: skip
 
     async def regions(self, request: web.Request) -> web.Response:
-        at = iso(0)
-        return web.json_response(
-            [
-                {
-                    "id": each,
-                    "name": each,
-                    "organizationId": None,
-                    "regionType": "shared",
-                    "createdAt": at,
-                    "updatedAt": at,
-                }
-                for each in self._world.regions
-            ]
-        )
+        known = {"organizationId": None, "regionType": "shared", "createdAt": iso(0), "updatedAt": iso(0)}
+        return web.json_response([{"id": each, "name": each, **known} for each in self._world.regions])
 
 
 def _integer(text: str, name: str, least: int, most: int) -> int:

@@ -101,9 +101,7 @@ class Builder:
             build.recipe = dockerfile.parse(build.content)
             build.say(f"Step 1 : FROM {build.recipe.image}\n".encode())
             if not any(fnmatchcase(build.recipe.image, pattern) for pattern in self._images):
-                raise dockerfile.DockerfileError(
-                    f"pull access denied for {build.recipe.image}, repository does not exist"
-                )
+                raise dockerfile.DockerfileError(f"pull access denied for {build.recipe.image}")
             layers = Layers(self._room.folder / "layers" / name)
             machine = await self._room.start(name, None, build=layers, network=True)
             try:

@@ -66,7 +66,7 @@ class Child:
 
 
 class Machine:
-    """A running sandbox. Every call raises ``OSError`` as the daemon met it, ``MachineDown`` when there is no daemon."""
+    """A running sandbox. Calls raise ``OSError`` as the daemon met it, ``MachineDown`` when there is no daemon."""
 
     def __init__(self, process: Process, control: socket.socket, stderr: Path) -> None:
         self._process = process
@@ -299,9 +299,9 @@ def _make_base(base: Path) -> None:
 def remove_tree(folder: Path) -> None:
     def open_up(function: Callable[..., Any], path: str, _: object) -> None:
         # overlayfs leaves a folder without any permission in its work folder
-        os.chmod(Path(path).parent, stat.S_IRWXU)
+        Path(path).parent.chmod(stat.S_IRWXU)
         if Path(path).is_dir() and not Path(path).is_symlink():
-            os.chmod(path, stat.S_IRWXU)
+            Path(path).chmod(stat.S_IRWXU)
             shutil.rmtree(path, ignore_errors=True)
         else:
             Path(path).unlink(missing_ok=True)

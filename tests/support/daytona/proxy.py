@@ -1,7 +1,7 @@
 """The preview proxy: one HTTP exchange or WebSocket a connection, spliced to a port inside a sandbox.
 
-The service gives each preview a host name of its own. Names below ``localhost`` do not resolve everywhere, so here the first
-path segment, ``{port}-{sandbox or token}``, stands for the host name and is not passed on; as host name it works too.
+The service gives each preview a host name of its own. Names below ``localhost`` do not resolve everywhere, so here the
+first path segment, ``{port}-{sandbox or token}``, stands for it and is not passed on; as host name it works too.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class PreviewProxy:
         try:
             name, port, path = _split(head)
             sandbox, signed = self._sandbox(name, port)
-            actions = self._faults.take("PREVIEW", f"/{sandbox.id}/{port}")
-            for action in actions:
+            breaks = None
+            for action in self._faults.take("PREVIEW", f"/{sandbox.id}/{port}"):
+                breaks = action if isinstance(action, Break) else breaks
                 if isinstance(action, Delay):
                     await anyio.sleep(action.seconds)
                 if isinstance(action, Respond):
@@ -112,7 +113,7 @@ class PreviewProxy:
                 sandbox.active_at = self._world.clock.now()
             async with upstream:
                 await upstream.send(_forwarded(head, path) + incoming.buffer)
-                await self._splice(sandbox, client, upstream, actions)
+                await self._splice(sandbox, client, upstream, breaks)
         except ApiError as error:
             status = error.status
             body = json.dumps(error.envelope(head.method, head.target, iso(self._world.clock.now()))).encode()
@@ -141,9 +142,8 @@ class PreviewProxy:
             raise ApiError(401, "unauthorized: invalid or expired preview token", source=schema.PROXY)
 
     async def _splice(
-        self, sandbox: Sandbox, client: SocketStream, upstream: SocketStream, actions: list[object]
+        self, sandbox: Sandbox, client: SocketStream, upstream: SocketStream, breaks: Break | None
     ) -> None:
-        breaks = next((each for each in actions if isinstance(each, Break)), None)
         left = breaks.after_bytes if breaks else -1
         active = self._world.clock.now()
         with ExitStack() as closing:
@@ -175,7 +175,7 @@ class PreviewProxy:
                     tasks.cancel_scope.cancel()
 
                 async def idle(limit: float) -> None:
-                    while (rest := active + limit - self._world.clock.now()) > 0:
+                    while (rest := active + limit - self._world.clock.now()) > 0:  # noqa: ASYNC110
                         await anyio.sleep(min(rest, 0.25))  # the clock may jump
                     tasks.cancel_scope.cancel()
 

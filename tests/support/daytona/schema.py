@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -16,8 +16,9 @@ MAX_NAME = 255
 SNAPSHOT_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:/-]*")
 
 _CODES = {
-    400: "BAD_REQUEST", 401: "UNAUTHORIZED", 403: "FORBIDDEN", 404: "NOT_FOUND", 408: "REQUEST_TIMEOUT", 409: "CONFLICT",
-    410: "GONE", 429: "TOO_MANY_REQUESTS", 500: "INTERNAL_SERVER_ERROR", 502: "BAD_GATEWAY", 503: "SERVICE_UNAVAILABLE",
+    400: "BAD_REQUEST", 401: "UNAUTHORIZED", 403: "FORBIDDEN", 404: "NOT_FOUND", 408: "REQUEST_TIMEOUT",
+    409: "CONFLICT", 410: "GONE", 429: "TOO_MANY_REQUESTS", 500: "INTERNAL_SERVER_ERROR", 502: "BAD_GATEWAY",
+    503: "SERVICE_UNAVAILABLE",
 }  # fmt: skip
 
 
@@ -150,10 +151,7 @@ class Download(_Body):
     paths: Annotated[list[str], Field(min_length=1)]
 
 
-Model = TypeVar("Model", bound=_Body)
-
-
-def parse(model: type[Model], body: bytes, source: str = API) -> Model:
+def parse[Model: _Body](model: type[Model], body: bytes, source: str = API) -> Model:
     """
     :raises ApiError: 400, naming each field that is wrong or unknown.
     """

@@ -1,7 +1,7 @@
 """Shell sessions, commands and terminals of one running sandbox, with the quirks of the service's daemon.
 
-A session is one long-lived shell: commands are written to its standard input, so they queue, ``exit`` ends it, and folder and
-variables persist. Output and exit codes come back through named pipes, so nobody has to poll here.
+A session is one long-lived shell: commands are written to its standard input, so they queue, ``exit`` ends it, and folder
+and variables persist. Output and exit codes come back through named pipes, so nobody has to poll here.
 """
 
 from __future__ import annotations
@@ -92,14 +92,12 @@ class Session:
 
 
 class Pty:
-    def __init__(
-        self, name: str, child: Child, cwd: str, envs: Mapping[str, str], cols: int, rows: int, at: str
-    ) -> None:
+    def __init__(self, name: str, child: Child, size: tuple[int, int], about: dict[str, object]) -> None:
         self.name = name
         self.child = child
         self.terminal = child.descriptors[0]
-        self.about: dict[str, object] = {"cwd": cwd, "envs": dict(envs), "createdAt": at, "lazyStart": False}
-        self.size = cols, rows
+        self.size = size
+        self._about = about
 
     def resize(self, cols: int, rows: int) -> None:
         fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
@@ -107,7 +105,7 @@ class Pty:
 
     def describe(self) -> dict[str, object]:
         cols, rows = self.size
-        return {"id": self.name, "active": self.child.code is None, "cols": cols, "rows": rows, **self.about}
+        return {"id": self.name, "active": self.child.code is None, "cols": cols, "rows": rows, **self._about}
 
 
 class Sessions:
@@ -185,7 +183,8 @@ class Sessions:
         env = {**self.env, "TERM": "xterm-256color", **envs}
         child = await self.machine.spawn(["/bin/bash", "-i"], env, cwd or self.workdir, tty=[cols, rows])
         self._descriptors.update(child.descriptors)
-        self.ptys[name] = Pty(name, child, cwd or self.workdir, envs, cols, rows, at)
+        about = {"cwd": cwd or self.workdir, "envs": dict(envs), "createdAt": at, "lazyStart": False}
+        self.ptys[name] = Pty(name, child, (cols, rows), about)
         return self.ptys[name]
 
     def pty(self, name: str) -> Pty:

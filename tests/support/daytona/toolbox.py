@@ -1,4 +1,4 @@
-"""The toolbox: the API of the daemon inside a sandbox, reached through the service's proxy at ``/toolbox/{sandbox}``."""
+"""The toolbox: the API of the daemon inside a sandbox, through the service's proxy at ``/toolbox/{sandbox}``."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class Toolbox:
         return web.Response(status=200)
 
     async def upload(self, call: Call) -> web.Response:
-        """Pairs of parts ``files[i].path`` and ``files[i].file``. Executable bits are not kept: all files become 0644."""
+        """Pairs of parts ``files[i].path`` and ``files[i].file``. No executable bits: all files become 0644."""
         paths: dict[str, str] = {}
         written: list[dict[str, Any]] = []
         errors: list[str] = []

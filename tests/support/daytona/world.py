@@ -497,7 +497,8 @@ def describe(sandbox: Sandbox, organization: str, toolbox_url: str, *, listed: b
         "autoStopInterval": sandbox.auto_stop, "autoArchiveInterval": sandbox.auto_archive,
         "autoDeleteInterval": sandbox.auto_delete, "createdAt": iso(sandbox.created_at),
         "updatedAt": iso(sandbox.updated_at), "lastActivityAt": iso(sandbox.active_at), "backupState": "None",
-        "spot": bool(asked.spot), "sandboxClass": "container", "toolboxProxyUrl": toolbox_url, "daemonVersion": "0.226.1",
+        "spot": bool(asked.spot), "sandboxClass": "container", "daemonVersion": "0.226.1",
+        "toolboxProxyUrl": toolbox_url,
     }  # fmt: skip
     optional = {
         "snapshot": None if asked.build_info else asked.snapshot or PUBLIC_SNAPSHOT,
