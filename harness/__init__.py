@@ -1,0 +1,18 @@
+"""Run LLM-agent rollouts, each in its own sandbox, for evaluation and reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.platform.backend import SandboxBackend as SandboxBackend
+
+__all__ = ["SandboxBackend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SandboxBackend":  # late: it needs the SDK, and everything else here does not
+        from harness.platform.backend import SandboxBackend
+
+        return SandboxBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

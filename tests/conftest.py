@@ -70,18 +70,23 @@ def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest, private_temporary_folder: None) -> Iterator[None]:
-    """No process, socket, pipe or temporary file; no container of a test that uses them; no task of an event loop."""
+    """No process, socket, pipe or temporary file; no container of a test that uses them."""
     looks = [leaks.children, leaks.descriptors, leaks.folders]
     if request.node.get_closest_marker("docker"):
         looks.append(leaks.containers)
     with leaks.nothing_left(*looks):
-        if request.node.get_closest_marker("anyio"):
-            request.getfixturevalue("leaves_no_task")
         yield
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_task(request: pytest.FixtureRequest, leaves_nothing: None) -> None:
+    """The same for the tasks of a test's event loop, which is closed before the check above."""
+    if request.node.get_closest_marker("anyio"):
+        request.getfixturevalue("watched_tasks")
+
+
 @pytest.fixture
-async def leaves_no_task(anyio_backend: str) -> AsyncIterator[None]:
+async def watched_tasks(anyio_backend: str) -> AsyncIterator[None]:
     async with leaks.no_task_left():
         yield
 

@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import ByteStream
 
+from harness.background import Background
 from harness.errors import ChannelClosed, ChannelError, ProtocolError
 from harness.guest import wire
 from harness.guest.mux import Mux, Stream, StreamReset
@@ -80,13 +81,14 @@ class Channel:
         self._on_stream = on_stream
         self._on_close = on_close
         self._wake = anyio.Event()
-        self._tasks = anyio.create_task_group()
+        self._background = Background()
+        self._tasks = self._background.tasks
         self._mux = Mux(host=True, on_message=on_message, on_open=self._accept, wake=self._awake)
         self.error: ChannelError | None = None
         """Why the channel is of no use any more."""
 
     async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
+        await self._background.__aenter__()
         self._tasks.start_soon(self._receive)
         self._tasks.start_soon(self._send)
         return self
@@ -95,8 +97,7 @@ class Channel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.fail(ChannelClosed("the channel was closed"))
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)  # without the error, which would come back wrapped in a group
+        await self._background.__aexit__(kind, error, trace)
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message for the guest.

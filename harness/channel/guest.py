@@ -10,6 +10,7 @@ import anyio
 from anyio.abc import ByteStream
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.background import Background
 from harness.channel.channel import Channel, ChannelStream
 from harness.errors import ChannelClosed, ChannelError, ProtocolError
 from harness.guest import PROTOCOL
@@ -109,20 +110,21 @@ class Guest:
         self._arrived = anyio.Event()
         self._artifacts: Callable[[ByteStream], Awaitable[None]] | None = None
         self._received = anyio.Event()
-        self._pinger = anyio.create_task_group()
+        self._background = Background()
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()
-        await self._pinger.__aenter__()
-        self._pinger.start_soon(self._ping)
+        tasks = await self._background.__aenter__()
+        tasks.start_soon(self._ping)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pinger.cancel_scope.cancel()
-        await self._pinger.__aexit__(None, None, None)
-        await self._channel.__aexit__(kind, error, trace)
+        try:
+            await self._background.__aexit__(kind, error, trace)
+        finally:
+            await self._channel.__aexit__(kind, error, trace)
 
     @property
     def alive(self) -> bool:

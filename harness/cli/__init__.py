@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harness.cli import images, run
+from harness.cli import images, run, serve
 
 app = typer.Typer(
     name="harness",
@@ -15,6 +15,7 @@ app = typer.Typer(
     help="Run LLM-agent rollouts, each in its own sandbox, for evaluation and reinforcement learning.",
 )
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.add_typer(images.app, name="images")
 
 

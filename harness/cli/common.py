@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, UsageError
 
 EXIT_WRONG = 2
 
@@ -25,3 +26,19 @@ def show_json(document: Mapping[str, Any], as_json: bool) -> None:
     """Print one JSON document on stdout, if that was asked for."""
     if as_json:
         print(json.dumps(document, indent=2, allow_nan=False))
+
+
+@contextmanager
+def platform_extra() -> Iterator[None]:
+    """For imports that need the platform's SDK.
+
+    :raises UsageError: it is not installed; says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("osmosis_ai", "fastapi", "uvicorn"):
+            raise UsageError(
+                f"this needs the platform's SDK: {error}", hint="pip install 'rollout-harness[platform]'"
+            ) from error
+        raise

@@ -121,7 +121,7 @@ class GraderPool:
         worker = None
         while worker is None and self._idle:
             worker = self._idle.pop()
-            if not worker.alive:
+            if not worker.waiting:
                 await worker.close()
                 worker = None
         worker = worker or await self._start()

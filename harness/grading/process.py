@@ -73,8 +73,15 @@ class WorkerProcess:
         return cls(process, ours, log_read)
 
     @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
+    def waiting(self) -> bool:
+        """Whether it is there and has nothing to say. The socket knows of its end before the event loop does."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return self._process.returncode is None
+        except OSError:
+            pass
+        return False
 
     @property
     def ending(self) -> str:

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,11 +94,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _send(sock: socket.socket, message: dict[str, Any]) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            traceback.print_exc()
+    failures.flush()
     try:
         data = control.encode(message)
     except ValueError as exc:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from . import control, rollout
-from .failures import error_info
+from .failures import error_info, flush, say
 from .workflow import exited, run_workflow
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -36,19 +36,16 @@ def main(connection: socket.socket, load: dict[str, Any], root: str, port: int) 
     """
     status = 1
     try:
+        os.register_at_fork(after_in_child=connection.close)  # only this process speaks for the rollout
         _make_ordinary()
         _become_environment(load, Path(root), port)
         status = _serve(connection, load, Path(root), port)
-    except OSError:
+    except ConnectionError:
         pass  # the supervisor is gone
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except Exception:
-                status = status or 1
+        flush()
         os._exit(status)
 
 
@@ -88,8 +85,7 @@ def _serve(connection: socket.socket, load: dict[str, Any], root: Path, port: in
         ended = {**exited(exc), "agent_s": time.monotonic() - started}
     except BaseException as exc:
         ended = {"how": "raised", "error": error_info(exc), "agent_s": time.monotonic() - started}
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush()
     connection.sendall(_bounded({"type": "ended", **ended}))
     return 0
 
@@ -109,7 +105,7 @@ def _bounded(ended: dict[str, Any]) -> bytes:
         try:
             return control.encode(ended)
         except ValueError as exc:
-            print(f"the sample is cut down: {exc}", file=sys.stderr)
+            say(f"the sample is cut down: {exc}")
     raise AssertionError("a message of bounded parts is too large")
 
 

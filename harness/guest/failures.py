@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import traceback
@@ -47,8 +48,21 @@ def error_info(exc: BaseException) -> dict[str, Any]:
 def reported(exc: BaseException) -> dict[str, Any]:
     """``error_info``, with the traceback printed for the trial's log."""
     error = error_info(exc)
-    print(error["traceback"], end="", file=sys.stderr)
+    say(error["traceback"].rstrip())
     return error
+
+
+def say(text: str) -> None:
+    """Print to the trial's log, whatever the rollout did to stderr."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr)
+
+
+def flush() -> None:
+    """Flush stdout and stderr, whatever the rollout did to them."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def text_of(value: object) -> str:

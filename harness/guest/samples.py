@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .failures import cut, text_of
+from .failures import cut, say, text_of
 
 _DEPTH_LIMIT = 100
 _INT_BITS = 4096  # Python refuses to write or read integers of more than 4,300 digits
@@ -25,10 +24,11 @@ def sample_data(sample: Any) -> dict[str, Any]:
     """
     lost: list[str] = []
     data = {
-        name: plain(getattr(sample, name), lost if name in _TELEMETRY else None) for name in type(sample).model_fields
+        name: plain(getattr(sample, name, None), lost if name in _TELEMETRY else None)
+        for name in type(sample).model_fields
     }
     if lost:
-        print(f"dropped from metrics/extra_fields, no JSON form: {', '.join(sorted(set(lost)))}", file=sys.stderr)
+        say(f"dropped from metrics/extra_fields, no JSON form: {', '.join(sorted(set(lost)))}")
     return data
 
 

@@ -18,10 +18,12 @@ import types
 from collections.abc import Callable, Generator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any, Self
 
 _LOCAL = "osmosis_ai.rollout.backend.local.backend"
 _HARBOR = "osmosis_ai.rollout.backend.harbor"
+_OURS = "harness"
 _PORT = "_OSMOSIS_ROLLOUT_PORT"
 
 
@@ -67,6 +69,8 @@ class StandIns:
             _HARBOR: {"HarborBackend": harbor, "TaskMode": Anything()},
             f"{_HARBOR}.backend": {"HarborBackend": harbor},
             f"{_HARBOR}.tasks": {"TaskMode": Anything()},
+            _OURS: {"SandboxBackend": functools.partial(SandboxBackend, self.backends)},
+            f"{_OURS}.platform": {"SandboxBackend": functools.partial(SandboxBackend, self.backends)},
         }
         self._no_harbor = importlib.util.find_spec("harbor") is None
 
@@ -105,9 +109,10 @@ class StandIns:
                 spec.loader = _Watched(spec.loader, self._watch_local)
             return spec
         if name in self._known:
-            return ModuleSpec(
-                name, _StandInLoader(self._known[name], PathFinder.find_spec(name, path)), is_package=True
-            )
+            behind = PathFinder.find_spec(name, path)
+            if name == _OURS and behind is not None and not _is_ours(behind):
+                return None  # a module of the rollout's own that happens to have this name
+            return ModuleSpec(name, _StandInLoader(self._known[name], behind), is_package=True)
         if self._no_harbor and name.partition(".")[0] == "harbor":
             return ModuleSpec(name, _StandInLoader(None, None), is_package=True)
         return None
@@ -149,6 +154,18 @@ class HarborBackend(Anything):
     def __init__(self, backends: list[Any], **options: Any) -> None:
         self.options = options
         backends.append(self)
+
+
+class SandboxBackend(HarborBackend):
+    """Remembers its options, which name the same as ``LocalBackend``'s. This sandbox is what it would make."""
+
+    def __init__(self, backends: list[Any], *, workflow: Any, **options: Any) -> None:
+        super().__init__(backends, workflow=workflow, **options)
+
+
+def _is_ours(spec: ModuleSpec) -> bool:
+    folders = spec.submodule_search_locations or []
+    return any(Path(folder, "platform", "backend.py").exists() for folder in folders)
 
 
 class _StandIn(types.ModuleType):

@@ -387,11 +387,15 @@ class Supervisor:
         status = self._child.status
         if status is not None and os.WIFEXITED(status):
             verdict["code"] = os.WEXITSTATUS(status)
+        oom = processes.oom_kills() > self._oom_kills
         if self._stopping is not None and (self._verdict is None or self._stopping == "out_of_memory"):
-            verdict["how"] = self._stopping
+            # One that waits in vain for a process that the kernel has ended for its memory has no other fault.
+            verdict["how"] = "out_of_memory" if oom and self._stopping == "timeout" else self._stopping
         elif self._verdict is not None:
             verdict.update(self._verdict)
-        elif processes.oom_kills() > self._oom_kills:
+            if oom and verdict.get("how") == "timeout":
+                verdict["how"] = "out_of_memory"
+        elif oom:
             verdict["how"] = "out_of_memory"
         elif status is not None and os.WIFSIGNALED(status):
             verdict.update(how="signaled", signal=os.WTERMSIG(status))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from .failures import error_info, reported
+from .failures import error_info, reported, say, text_of
 from .rollout import Wiring
 from .samples import sample_data
 
@@ -45,7 +44,7 @@ def exited(exc: SystemExit) -> dict[str, Any]:
     """How a run ended that called ``sys.exit``, with the status that Python would give the process."""
     if exc.code is None or isinstance(exc.code, int):
         return {"how": "exited", "code": (exc.code or 0) & 0xFF}
-    print(exc.code, file=sys.stderr)
+    say(text_of(exc.code))
     return {"how": "exited", "code": 1}
 
 

@@ -18,9 +18,9 @@ class Policy(Record):
     name: str
     """What people call it: the ``model_path`` it was resolved from."""
     base_url: str
-    """Absolute, without a trailing slash and without ``/chat/completions``."""
+    """Absolute, without a trailing slash and without ``/chat/completions``. Empty: nobody answers."""
     model: str
-    """What the server calls it; replaces the ``model`` of every request."""
+    """What the server calls it; replaces the ``model`` of every request. Empty: requests keep theirs."""
     key: SecretStr | None
     """Sent as a bearer; it never enters a sandbox or a record."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -99,7 +99,7 @@ def resolve_policy(
             hint=f"Known: {', '.join(f'{known}/' for known in _PROVIDERS)}. "
             "Any other OpenAI-compatible server works with --policy-url.",
         )
-    url = _base_url(policy_url, "--policy-url") if policy_url is not None else _own_url(provider, environ)
+    url = base_url(policy_url, "--policy-url") if policy_url is not None else _own_url(provider, environ)
     return Policy(name=model_path.strip(), base_url=url, model=name, key=_key(provider, policy_url, key_env, environ))
 
 
@@ -107,12 +107,17 @@ def _own_url(provider: _Provider | None, environ: Mapping[str, str]) -> str:
     assert provider is not None
     for variable in provider.url_names:
         if value := environ.get(variable, "").strip():
-            url = _base_url(value, variable)
+            url = base_url(value, variable)
             return f"{url}/v1" if provider.root and URL(url).path in ("", "/") else url
     return provider.url
 
 
-def _base_url(value: str, source: str) -> str:
+def base_url(value: str, source: str) -> str:
+    """An OpenAI-compatible server's base URL as ``Policy`` has it.
+
+    :param source: where the value comes from, for the message.
+    :raises ConfigError: it is none.
+    """
     try:
         url = URL(value.strip())
         port = url.port

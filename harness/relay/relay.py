@@ -96,6 +96,7 @@ class Lease:
         self.failure: Failure | None = None
         """The last failure of the policy that reached the sandbox."""
         self._relay, self._limits, self._rules = relay, limits, rules
+        self._upstream = relay.upstream
         self._on_call, self._on_egress = on_call, on_egress
         self._bearer = f"Bearer {self.token}".encode()
         self._server = web.Server(self._handle, request_factory=self._make_request, handler_cancellation=True)
@@ -120,6 +121,10 @@ class Lease:
     def policy_s(self) -> float:
         """Seconds in which at least one call was open."""
         return self._policy_s + (time.monotonic() - self._open_since if self._open else 0.0)
+
+    def route(self, policy: Policy) -> None:
+        """Have this sandbox's calls answered by another policy than the relay's own from now on."""
+        self._upstream = self._relay.upstream.towards(policy)
 
     async def serve(self, stream: ByteStream) -> None:
         """Serve one connection from the sandbox until it closes, then close the stream.
@@ -209,6 +214,8 @@ class Lease:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if self._revoked or not hmac.compare_digest(given, self._bearer):
             raise Refusal(401, "invalid_api_key", "This token is not valid here, or its trial has ended")
+        if not self._upstream.policy.base_url:
+            raise Refusal(503, "no_policy", "No model answers here: none was given, or the trial has not begun")
         if request.version < (1, 1):  # without chunks, a cut answer could not be told from a whole one
             raise Refusal(505, "http_version", "HTTP/1.1 is required")
         path = request.path
@@ -224,25 +231,25 @@ class Lease:
         )
 
     def _models(self) -> web.StreamResponse:
-        model = {"id": self._relay.policy.model, "object": "model", "created": 0, "owned_by": "policy"}
+        model = {"id": self._upstream.policy.model, "object": "model", "created": 0, "owned_by": "policy"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.BaseRequest, *, chat: bool) -> web.StreamResponse:
         relay = self._relay
         try:
-            raw = relay.upstream.scrub(await self._body(request))
+            raw = self._upstream.scrub(await self._body(request))
             self._check_limits()
             call = parse_call(
                 raw,
                 chat=chat,
-                model=relay.policy.model,
+                model=self._upstream.policy.model,
                 sampling=relay.sampling,
                 ask_usage=relay.settings.ask_usage,
             )
         except Refusal as refusal:
             self._record_refusal(request, refusal)
             raise
-        running = Call(self._next_index(), request, call, len(raw), relay.upstream, relay.settings, self._limits)
+        running = Call(self._next_index(), request, call, len(raw), self._upstream, relay.settings, self._limits)
         if not self._open:
             self._open_since = time.monotonic()
         self._open += 1

@@ -99,7 +99,7 @@ def parse_call(raw: bytes, *, chat: bool, model: str, sampling: Mapping[str, Any
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise Refusal(400, "invalid_request", "stream must be true or false")
-    fields["model"] = model
+    fields["model"] = model or fields.get("model") or "osmosis-rollout"
     for key, value in sampling.items():
         other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(key, key)
         if fields.get(key) is None and fields.get(other) is None:

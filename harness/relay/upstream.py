@@ -50,6 +50,7 @@ class Upstream:
         self._headers = request_headers(key, policy.headers)
         self._urls = {chat: URL(f"{policy.base_url}{path}") for chat, path in _PATHS.items()}
         self._secrets = _secrets(key, policy.headers)
+        self._proxy = proxy_of(policy.base_url)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -57,7 +58,6 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
-            proxy=proxy_of(self.policy.base_url),
             timeout=aiohttp.ClientTimeout(
                 total=settings.call_timeout_s,
                 sock_connect=settings.connect_timeout_s,
@@ -70,6 +70,12 @@ class Upstream:
         with anyio.move_on_after(5, shield=True):
             if self._session is not None:
                 await self._session.close()
+
+    def towards(self, policy: Policy) -> Upstream:
+        """The way to another policy over the same client session, for as long as this one is open."""
+        other = Upstream(policy, self._settings)
+        other._session = self._session
+        return other
 
     def scrub(self, data: bytes) -> bytes:
         """The data without the policy's key."""
@@ -133,7 +139,11 @@ class Upstream:
         url = self.policy.base_url
         try:
             response = await self._session.post(
-                self._urls[chat], data=body, headers=self._headers | headers, allow_redirects=False
+                self._urls[chat],
+                data=body,
+                headers=self._headers | headers,
+                allow_redirects=False,
+                proxy=self._proxy,
             )
         except _BROKEN as error:
             raise self._no_answer(error) from error

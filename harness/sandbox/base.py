@@ -99,7 +99,7 @@ class SandboxSpec(Record):
 class Exit(Record):
     """What became of a sandbox."""
 
-    state: Literal["running", "exited", "killed", "out_of_memory", "gone", "engine_unreachable"]
+    state: Literal["running", "exited", "killed", "out_of_memory", "gone", "engine_unreachable", "engine_restarted"]
     code: int | None = None
     detail: str = ""
     last_lines: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 from harness.errors import ProviderUnavailable
@@ -24,7 +25,12 @@ def make_provider(name: ProviderName) -> Provider:
         from harness.sandbox.process import ProcessProvider
 
         return ProcessProvider()
-    raise ProviderUnavailable(f"the {name} provider is not there yet", hint="use --sandbox docker or --sandbox local")
+    if importlib.util.find_spec("daytona") is None:
+        hint = "Install the extra: `pip install 'rollout-harness[daytona]'`."
+        raise ProviderUnavailable("the daytona provider needs the Daytona SDK, which is not installed", hint=hint)
+    from harness.sandbox.daytona import DaytonaProvider
+
+    return DaytonaProvider()
 
 
 async def choose(choice: Choice) -> Provider:

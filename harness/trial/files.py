@@ -6,19 +6,32 @@ import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
 
+from harness.background import Background
 from harness.errors import StoreError
 from harness.models import CallRecord
-from harness.store import CallLog, RunStore, TextLog
+from harness.store import CallLog, TextLog
+
+
+class Places(Protocol):
+    """Where the files of each trial lie. A run's ``RunStore`` is one."""
+
+    def trial_dir(self, rollout_id: str) -> Path: ...
+
+    def call_log(self, rollout_id: str) -> CallLog: ...
+
+    def text_log(self, rollout_id: str, source: str) -> TextLog: ...
 
 
 class TrialDirectory:
     """``rollout_trials/<rollout_id>/`` of one trial. Whoever writes does not wait; one task carries it to the disk."""
 
-    def __init__(self, store: RunStore, rollout_id: str) -> None:
+    def __init__(self, store: Places, rollout_id: str) -> None:
         self.path = store.trial_dir(rollout_id)
         self.artifacts = self.path / "artifacts"
         self._calls: CallLog = store.call_log(rollout_id)
@@ -31,13 +44,13 @@ class TrialDirectory:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, store: RunStore, rollout_id: str) -> AsyncIterator[TrialDirectory]:
+    async def open(cls, store: Places, rollout_id: str) -> AsyncIterator[TrialDirectory]:
         """Everything written before the end of the ``async with`` is on the disk after it.
 
         :raises StoreError: the disk refused.
         """
         files = cls(store, rollout_id)
-        async with anyio.create_task_group() as tasks:
+        async with Background() as tasks:
             tasks.start_soon(files._carry)
             try:
                 yield files

@@ -8,6 +8,7 @@ from typing import Self
 
 import anyio
 
+from harness.background import Background
 from harness.errors import HarnessError
 from harness.trial.session import Blueprint, Session, keep
 
@@ -30,17 +31,17 @@ class Fleet:
         self._making = 0
         self._idle: deque[Session] = deque()
         self._waiting: deque[_Request] = deque()
-        self._tasks = anyio.create_task_group()
+        self._background = Background()
+        self._tasks = self._background.tasks
 
     async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
+        await self._background.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
+        await self._background.__aexit__(kind, error, trace)
 
     def fill(self) -> None:
         """Start making what is missing. Called whenever a session was taken, asked for or lost."""

@@ -28,19 +28,28 @@ def of_error(error: HarnessError) -> Failure:
     )
 
 
-def of_ending(ended: Ended, *, timeout_s: float | None, resources: Resources, policy: Failure | None) -> Failure | None:
+def of_ending(
+    ended: Ended,
+    *,
+    timeout_s: float | None,
+    resources: Resources,
+    policy: Failure | None,
+    queued_s: float = 0.0,
+) -> Failure | None:
     """Why a workflow that ended like this has no result; None when it has one.
 
+    :param queued_s: how much of its time was gone before it began.
     :param policy: the last failure of the policy that reached the sandbox: who raised after one is not to blame.
     """
     if ended.how == "returned":
         return None
     if ended.how == "raised":
         return _of_exception(ended, policy)
+    queued = f" ({queued_s:.1f}s of it spent queued)" if queued_s >= 0.1 else ""
     message = {
         "exited": f"the workflow ended its process with exit status {ended.code}",
         "signaled": f"the workflow was killed by {_signal_name(ended.signal)}",
-        "timeout": f"workflow exceeded its {timeout_s}s deadline",
+        "timeout": f"workflow exceeded its {timeout_s}s deadline{queued}",
         "cancelled": "the workflow was cancelled",
         "out_of_memory": f"the workflow used more than its {resources.memory_mib} MiB of memory"
         " (raise memory_mib in [tool.harness.sandbox])",

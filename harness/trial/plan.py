@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict
 
@@ -53,6 +53,24 @@ class RunFlags(Record):
     fresh: bool = False
     retry: Retry | None = None
     keep: bool = False
+
+
+class Job(Protocol):
+    """What must be known before sandboxes can be made."""
+
+    @property
+    def rollout(self) -> Rollout: ...
+
+    @property
+    def settings(self) -> RolloutSettings: ...
+
+    @property
+    def sandbox(self) -> Choice: ...
+
+    @property
+    def policy(self) -> Policy | None: ...
+
+    def grader_env(self) -> dict[str, str]: ...
 
 
 class Plan(Record):

@@ -18,7 +18,7 @@ from harness.rollout.lock import Lock, resolve
 from harness.sandbox.base import Environment, Progress, Provider
 from harness.sandbox.owner import reap
 from harness.sandbox.select import choose
-from harness.trial.plan import Plan
+from harness.trial.plan import Job
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Prepared:
 
 
 @asynccontextmanager
-async def prepare(plan: Plan, progress: Progress) -> AsyncIterator[Prepared]:
+async def prepare(plan: Job, progress: Progress) -> AsyncIterator[Prepared]:
     """Choose the provider, resolve and build, load the grader, start the policy and the relay.
 
     :raises HarnessError: any of it cannot be had; what was started is stopped again.
@@ -60,7 +60,7 @@ async def prepare(plan: Plan, progress: Progress) -> AsyncIterator[Prepared]:
         yield Prepared(provider, environment, graders, policy, relay, code, warnings)
 
 
-async def _graders(plan: Plan, lock: Lock, stack: AsyncExitStack, progress: Progress) -> GraderPool:
+async def _graders(plan: Job, lock: Lock, stack: AsyncExitStack, progress: Progress) -> GraderPool:
     host = await host_environment(lock, progress)
     pool = GraderPool(
         host.python,

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio.abc import TaskStatus
 
+from harness.background import Background
+
 
 class Interrupts:
     """Counts SIGINT and SIGTERM and calls whoever wants to know.
@@ -25,10 +27,9 @@ class Interrupts:
     @asynccontextmanager
     async def listen(cls) -> AsyncIterator[Interrupts]:
         interrupts = cls()
-        async with anyio.create_task_group() as tasks:
+        async with Background() as tasks:
             await tasks.start(interrupts._receive)
             yield interrupts
-            tasks.cancel_scope.cancel()
 
     async def _receive(self, *, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +15,7 @@ from harness.channel import Ended
 from harness.errors import ChannelError, HarnessError, ProviderUnavailable
 from harness.grading import GradeRequest, GradeResult, GraderPool
 from harness.models import CallRecord, Failure, Message, Sample, Timing, TrialRecord, Usage
+from harness.policy import Policy
 from harness.store import ArtifactLimits, receive_artifacts
 from harness.trial import outcome
 from harness.trial.fleet import Fleet
@@ -25,6 +26,11 @@ CANCEL_GRACE_S = 2.0
 MAX_ATTEMPTS = 3
 
 Phase = Literal["queued", "running", "grading"]
+Observe = Callable[[Phase], Awaitable[None]]
+
+
+async def _nobody(phase: Phase) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,12 @@ class TrialRequest:
     label: str | None = None
     metadata: dict[str, Any] | None = None
     agent_timeout_s: float | None = None
+    queued_s: float = 0.0
+    """Seconds of the agent's time that were spent waiting before; none where waiting is free."""
     grader_timeout_s: float | None = None
     grade: bool = True
+    policy: Policy | None = None
+    """Answers this trial's model calls; None: the relay's own."""
     row_index: int = 0
     source_row_index: int = 0
     run_index: int = 0
@@ -92,16 +102,14 @@ class TrialRunner:
         for rollout_id in list(self._running):
             self.cancel(rollout_id)
 
-    async def run(
-        self, request: TrialRequest, files: TrialFiles, observe: Callable[[Phase], None] = lambda phase: None
-    ) -> TrialRecord:
+    async def run(self, request: TrialRequest, files: TrialFiles, observe: Observe = _nobody) -> TrialRecord:
         """The trial's final state. Its failures are data; what is raised concerns every trial.
 
         :raises ProviderUnavailable: no sandbox can be made any more.
         """
         began = time.monotonic()
         warnings: list[str] = []
-        observe("queued")
+        await observe("queued")
         for number in range(1, MAX_ATTEMPTS + 1):
             with anyio.CancelScope() as scope:
                 self._running[request.rollout_id] = scope
@@ -120,6 +128,8 @@ class TrialRunner:
             await files.restart()
             await anyio.sleep(0.2 * 2**number)
         samples = [Sample.model_validate(sample) for sample in attempt.ended.samples] if attempt.ended else []
+        if attempt.ended and attempt.ended.labelled and not request.grade:  # else grading does it
+            samples = [Sample(name=each.name, data={**each.data, "label": request.label}) for each in samples]
         graded = GradeResult(samples=samples)
         timing = attempt.timing
         if failure is None and request.grade:
@@ -141,9 +151,7 @@ class TrialRunner:
             warnings=warnings,
         )
 
-    async def _attempt(
-        self, request: TrialRequest, files: TrialFiles, observe: Callable[[Phase], None], attempt: _Attempt
-    ) -> None:
+    async def _attempt(self, request: TrialRequest, files: TrialFiles, observe: Observe, attempt: _Attempt) -> None:
         queued = time.monotonic()
         try:
             session = await self._fleet.take()
@@ -154,7 +162,9 @@ class TrialRunner:
             return
         waited = time.monotonic() - queued
         try:
-            observe("running")
+            await observe("running")
+            if request.policy is not None:
+                session.lease.route(request.policy)
             session.attach(Listener(files.call, files.log))
             await self._run_workflow(request, session, attempt)
             if attempt.ended is not None:
@@ -177,12 +187,13 @@ class TrialRunner:
 
     async def _run_workflow(self, request: TrialRequest, session: Session, attempt: _Attempt) -> None:
         started = time.monotonic()
+        limit = request.agent_timeout_s
         try:
             attempt.ended = await session.guest.run(
                 rollout_id=request.rollout_id,
                 prompt=request.prompt,
                 metadata=request.metadata,
-                timeout=request.agent_timeout_s,
+                timeout=None if limit is None else max(limit - request.queued_s, 0.0),
             )
         except (ChannelError, TimeoutError) as error:
             attempt.failure = outcome.of_error(await gone(session.sandbox, error))
@@ -191,7 +202,8 @@ class TrialRunner:
             attempt.timing["agent_s"] = time.monotonic() - started
         attempt.failure = outcome.of_ending(
             attempt.ended,
-            timeout_s=request.agent_timeout_s,
+            timeout_s=limit,
+            queued_s=request.queued_s,
             resources=self._fleet.blueprint.settings.resources,
             policy=session.lease.failure,
         )
@@ -226,9 +238,9 @@ class TrialRunner:
         files: TrialFiles,
         samples: list[Sample],
         attempt: _Attempt,
-        observe: Callable[[Phase], None],
+        observe: Observe,
     ) -> GradeResult:
-        observe("grading")
+        await observe("grading")
         result = await self._graders.grade(
             GradeRequest(
                 rollout_id=request.rollout_id,

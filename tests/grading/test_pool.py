@@ -140,13 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rollout(tmp_path_factory.mktemp("rollout"), MAIN)
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """One loop for the module, so that tests can share a warm pool."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 async def pool(folder: Path) -> AsyncIterator[GraderPool]:
     async with make_pool(folder) as pool:
         yield pool
@@ -168,11 +162,8 @@ def pid_of(result: GradeResult) -> int:
     return int(result.samples[0].data["extra_fields"]["pid"])
 
 
-async def test_the_pool_says_what_the_entry_point_wires(pool: GraderPool) -> None:
-    assert await pool.check() == GraderInfo(workflow="W", grader="G", sdk="0.3.8", generation="0.3")
-
-
 async def test_a_graded_sample_has_its_reward_and_all_the_rest(pool: GraderPool) -> None:
+    assert await pool.check() == GraderInfo(workflow="W", grader="G", sdk="0.3.8", generation="0.3")
     result = await pool.grade(request("ok"))
     assert (result.reward, result.failure, result.remove_sample, result.log) == (0.5, None, False, "")
     assert result.samples[0].data == {
@@ -268,13 +259,10 @@ async def test_removed_and_replaced_samples(pool: GraderPool) -> None:
     assert (replaced.reward, replaced.samples[0].data["messages"]) == (2.0, [{"role": "new"}])
 
 
-async def test_no_sample_is_a_failure(pool: GraderPool) -> None:
+async def test_no_sample_is_a_failure_and_one_that_is_none_is_the_workflows(pool: GraderPool) -> None:
     result = await pool.grade(request("nothing", samples=[]))
     assert result.failure is not None
     assert result.failure.message.startswith("No sample to grade.")
-
-
-async def test_a_sample_that_is_none_is_the_workflows_fault(pool: GraderPool) -> None:
     result = await pool.grade(request("ok", samples=[Sample(name="", data={"messages": 5})]))
     assert result.failure is not None
     assert (result.failure.party, result.failure.kind) == ("rollout", "ValidationError")
@@ -299,8 +287,15 @@ async def test_a_process_that_a_grader_leaves_neither_blocks_nor_outlives_the_po
         os.kill(pid, signal.SIGKILL)
 
 
+def state(pid: int | str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
 def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    return state(pid) in ("gone", "Z")  # dead, and perhaps not yet buried
 
 
 async def until_gone(pid: int) -> None:
@@ -312,8 +307,7 @@ def processes(command: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if (folder / "cmdline").read_text() == command and state != "Z":
+            if (folder / "cmdline").read_text() == command and state(folder.name) != "Z":
                 found.append(int(folder.name))
         except OSError:
             continue

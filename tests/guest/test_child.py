@@ -253,6 +253,15 @@ ENDS = workflow("""
     async def fat(ctx):
         return [{"role": "x" * (70 << 20)}]
     async def hangs(ctx): time.sleep(1)
+    async def breaks_streams(ctx):
+        sys.stdout.close()
+        sys.stderr = None
+        raise ValueError("unheard")
+    async def forks(ctx):
+        if not os.fork():
+            sys.exit(9)
+        os.wait()
+        return [{"role": "parent"}]
     async def crashes(ctx): os.abort()
 """)
 
@@ -264,6 +273,11 @@ def test_leftover_threads_and_tasks_keep_nothing_alive(start: Start) -> None:
         assert child.process.returncode == 0
 
 
+def test_a_forked_process_does_not_speak_for_the_rollout(start: Start) -> None:
+    with start(ENDS) as child:
+        assert messages(child.run("forks")) == [{"role": "parent"}]
+
+
 @pytest.mark.parametrize(
     ("content", "how", "detail"),
     [
@@ -271,6 +285,7 @@ def test_leftover_threads_and_tasks_keep_nothing_alive(start: Start) -> None:
         ("exits_in_a_task", "exited", 1),
         ("interrupt", "raised", "KeyboardInterrupt"),
         ("odd", "raised", "Odd"),
+        ("breaks_streams", "raised", "ValueError"),
         ("hangs", "timeout", "TimeoutError"),
     ],
 )

@@ -194,7 +194,7 @@ async def test_many_who_ask_at_once_wait_for_one_build(provider: DockerProvider,
         pytest.param(
             f"FROM {DEFAULT_IMAGE}\nRUN printf '#!/bin/sh\\necho broken here; exit 3\\n' > /usr/local/bin/python3"
             " && chmod +x /usr/local/bin/python3\n",
-            "exit code 3 and said 'broken here'",
+            "it said 'broken here'",
             id="broken-python",
         ),
         pytest.param(f"FROM {DEFAULT_IMAGE}\nRUN false\n", "returned a non-zero code: 1", id="build-fails"),

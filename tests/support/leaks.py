@@ -1,6 +1,6 @@
 """What a test may leave behind: nothing. Compares before and after, and waits a moment for what is just going away.
 
-The test process is a subreaper (on Linux), so a process that outlives the program which a test started becomes its child
+The test process is a subreaper (on Linux): a process that outlives the program which a test started becomes its child,
 and is seen.
 """
 
@@ -102,11 +102,16 @@ def nothing_left(*looks: Callable[[], Things]) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def no_task_left() -> AsyncIterator[None]:
     """The same for the tasks of the running event loop."""
-    before = asyncio.all_tasks()
+
+    def tasks() -> set[asyncio.Task[object]]:
+        # without those in which the test runner itself runs tests and fixtures
+        return {task for task in asyncio.all_tasks() if "TestRunner." not in repr(task.get_coro())}
+
+    before = tasks()
     yield
-    if ending := asyncio.all_tasks() - before:
+    if ending := tasks() - before:
         await asyncio.wait(ending, timeout=GRACE_S)
-    left = asyncio.all_tasks() - before
+    left = tasks() - before
     assert not left, f"the test left tasks behind: {left}"
 
 

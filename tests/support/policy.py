@@ -212,7 +212,7 @@ def user_text(body: Body, *, first: bool = False) -> str:
 
 
 def multiply(body: Body) -> Reply:
-    """Right for an even product, one too many for an odd one. Forgets the ``####`` line, at first, when it is a multiple of six."""
+    """Right for an even product, one too many for an odd one; multiples of six lack their ``####`` at first."""
     asked = [m["content"] for m in body["messages"] if m["role"] == "user"]
     reminded = len(asked) > 1 and not re.search(r"\d", str(asked[-1]))
     a, b = map(int, re.findall(r"\d+", str(asked[-2] if reminded else asked[-1]))[:2])
@@ -277,10 +277,10 @@ async def serve(script: Script = multiply, *, port: int = 0, key: str | None = N
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
-            policy.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            await web.SockSite(runner, listener).start()
-            yield policy
+        listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+        policy.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        await web.SockSite(runner, listener).start()
+        yield policy
     finally:
         await runner.cleanup()
 

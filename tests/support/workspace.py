@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 
-MAIN = '''
+MAIN = """
 import asyncio, json, os, signal, subprocess, sys, time, urllib.request
 from osmosis_ai.rollout import AgentWorkflow, Grader, get_rollout_context
 
@@ -32,7 +32,7 @@ class Workflow(AgentWorkflow):
 class Judge(Grader):
     async def grade(self, ctx):
         GRADER
-'''
+"""
 WORKFLOW = "return [*ctx.prompt, await asyncio.to_thread(ask, ctx.prompt)]"
 GRADER = "ctx.set_reward(1.0 if ctx.label in str(ctx.sample.messages[-1]['content']) else 0.0)"
 

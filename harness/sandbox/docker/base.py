@@ -127,7 +127,7 @@ async def interpreter(engine: Engine, base_id: str, name: str, lock: Lock) -> In
 async def _ask(engine: Engine, base_id: str, name: str) -> Interpreter:
     hint = "A base image needs `python3` on its PATH. Leave the image setting empty for one that suits."
     try:
-        output, errors, code = await _run(engine, base_id, ["python3", "-I", "-c", _PROBE])
+        output, errors = await _run(engine, base_id, ["python3", "-I", "-c", _PROBE])
     except SandboxError as error:
         if "executable file not found" in error.message or "no such file or directory" in error.message:
             raise ImageError(f"Image {name} has no python3.", hint=hint) from error
@@ -136,12 +136,12 @@ async def _ask(engine: Engine, base_id: str, name: str) -> Interpreter:
         return Interpreter.model_validate_json(output)
     except ValidationError as error:
         said = (errors or output.decode(errors="replace")).strip()[-300:]
-        text = f"Image {name}: its python3 ended with exit code {code} and said {said!r}."
+        text = f"Image {name}: its python3 does not work: it said {said!r}."
         raise ImageError(text, hint=hint) from error
 
 
-async def _run(engine: Engine, image: str, command: list[str]) -> tuple[bytes, str, int]:
-    """Run a program in a container of its own, isolated like a sandbox. Returns bounded output, errors, exit code."""
+async def _run(engine: Engine, image: str, command: list[str]) -> tuple[bytes, str]:
+    """Run a program in a container of its own, isolated like a sandbox. Returns bounded output and errors."""
     name = f"harness-probe-{secrets.token_hex(6)}"
     body = {
         "Image": image,
@@ -160,8 +160,7 @@ async def _run(engine: Engine, image: str, command: list[str]) -> tuple[bytes, s
             with anyio.move_on_after(_PROBE_S):
                 async for chunk in stream:
                     output = (output + chunk)[:_OUTPUT]
-            state = (await engine.inspect(id) or {}).get("State") or {}
-            return output, stream.last_words, int(state.get("ExitCode", -1))
+            return output, stream.last_words
     finally:
         with anyio.CancelScope(shield=True):
             await engine.remove(name)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from harness.guest import ROOT
 from harness.models import Resources
-from harness.sandbox.base import Owner, SandboxInfo, SandboxSettings, SandboxSpec
+from harness.sandbox.base import SandboxInfo, SandboxSettings, SandboxSpec
 from harness.sandbox.docker.engine import Facts
+from harness.sandbox.labels import OWNED as OWNED
+from harness.sandbox.labels import labels as labels
+from harness.sandbox.labels import owner_of
 
 USER = 1000
 _MIB = 1024 * 1024
 _INODES_PER_MIB = 64
-_OWNER = "harness.owner."
-OWNED = f"{_OWNER}host"
-"""The label that every container of ours has."""
 
 _THREADS = (
     "OMP_NUM_THREADS",
@@ -34,41 +31,16 @@ _THREADS = (
 )
 
 
-def labels(owner: Owner, *, trial: str = "", attempt: int = 0, lease_s: float = 0.0) -> dict[str, str]:
-    """Whose a container is and which trial's. No secrets: anyone who may list containers can read labels."""
-    return {
-        f"{_OWNER}host": owner.host,
-        f"{_OWNER}boot": owner.boot_id,
-        f"{_OWNER}pid": str(owner.pid),
-        f"{_OWNER}started": owner.started,
-        "harness.run": owner.run,
-        "harness.trial": trial,
-        "harness.attempt": str(attempt),
-        # When a guest that never hears from its host ends by itself. One that does hear renews its lease and goes on.
-        "harness.expires": str(math.ceil(time.time() + lease_s)),
-    }
-
-
 def info(listed: Mapping[str, Any]) -> SandboxInfo:
     """A container as the engine lists it. Labels that another program made up leave it without an owner."""
     found = {str(key): str(value) for key, value in (listed.get("Labels") or {}).items()}
-    try:
-        owner = Owner(
-            host=found[f"{_OWNER}host"],
-            boot_id=found[f"{_OWNER}boot"],
-            pid=int(found[f"{_OWNER}pid"]),
-            started=found[f"{_OWNER}started"],
-            run=found["harness.run"],
-        )
-    except (KeyError, ValueError, ValidationError):
-        owner = None
     names = listed.get("Names") or [""]
     return SandboxInfo(
         id=str(listed["Id"]),
         name=str(names[0]).lstrip("/"),
         state=str(listed.get("State", "")),
         created_at=float(listed.get("Created") or 0),
-        owner=owner,
+        owner=owner_of(found),
         labels={key: value for key, value in found.items() if key.startswith("harness.")},
     )
 
@@ -106,6 +78,7 @@ def config(spec: SandboxSpec, command: list[str], volumes: Iterable[str], facts:
         ],
         "Labels": labels(spec.owner, trial=spec.trial, attempt=spec.attempt, lease_s=spec.lease_s),
         "Healthcheck": {"Test": ["NONE"]},
+        "StopSignal": "SIGKILL",  # as PID 1 the guest would sit out any other, and hold up an engine that shuts down
         **CHANNEL,
         "HostConfig": {
             **isolation(settings, facts),
@@ -144,6 +117,8 @@ def isolation(settings: SandboxSettings, facts: Facts) -> dict[str, Any]:
         "IpcMode": "private",
         "LogConfig": {"Type": "none"},
         "Init": False,
+        # What runs inside ends with its host: then nothing is left, even of a host that was killed.
+        "AutoRemove": True,
     }
     if facts.api >= (1, 41):
         host["CgroupnsMode"] = "private"

@@ -8,9 +8,10 @@ stream their answer. Podman's Docker-compatible socket answers the same calls.
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -173,8 +174,12 @@ class Engine:
                     except DockerError as error:
                         if error.status == 404:
                             return False
-                        if error.status != 409:  # another removal of it is in progress
+                        if error.status != 409:
                             raise
+                        with suppress(
+                            DockerError
+                        ):  # its removal is in progress: it has ended, or somebody else did this
+                            await docker.containers.container(container).wait(condition="removed")
         return True
 
     async def containers(self, label: str) -> list[dict[str, Any]]:
@@ -182,6 +187,32 @@ class Engine:
         async with self._use("list containers", 60) as docker:
             found = await docker.containers.list(all=True, filters=json.dumps({"label": [label]}))
             return [container._container for container in found]
+
+    async def events(self, label: str, since: str, on_open: Callable[[], None], on_message: OnMessage) -> None:
+        """Hear of containers with a label, until the engine or the connection to it ends.
+
+        :param since: the engine's time from which on, in seconds; empty for now.
+        """
+        params = {"filters": json.dumps({"type": ["container"], "label": [label]})}
+        if since:
+            params["since"] = since
+        await self._stream("listen to the engine", "events", params, None, on_message, math.inf, "GET", on_open)
+
+    async def back(self, timeout_s: float) -> None:
+        """Wait for an engine that went away: many a restart takes only seconds.
+
+        :raises ProviderUnavailable: it stays away.
+        """
+        with anyio.move_on_after(timeout_s):
+            while True:
+                with suppress(SandboxError):
+                    async with self._use("ask whether the engine is back", 5) as docker:
+                        await docker.version()
+                    return
+                await anyio.sleep(0.5)
+        raise ProviderUnavailable(
+            f"The Docker engine at {self.url} went away and has not been back for {timeout_s:g} s.", hint=START_HINT
+        )
 
     # -- images
 
@@ -252,15 +283,18 @@ class Engine:
         data: AsyncIterator[bytes] | None,
         on_message: OnMessage,
         timeout_s: float,
+        method: str = "POST",
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
         """A call that answers with one JSON message after another; an error among them is an ``ImageError``."""
         async with (
             self._use(what, timeout_s) as docker,
             docker._query(
-                path, "POST", params=params, data=data, headers={"Content-Type": "application/x-tar"}
+                path, method, params=params, data=data, headers={"Content-Type": "application/x-tar"}
             ) as response,
             response,
         ):
+            on_open()
             rest = b""
             async for chunk in response.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")

@@ -1,18 +1,18 @@
 """Sandboxes as Docker containers: the guest is PID 1, its attached standard streams are the channel, no network.
 
-A trial costs four calls: create, attach, start, remove.
+A trial costs three calls: create, attach, start. A container that ended removes itself, whether we still live or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import anyio
 
 from harness import guest
-from harness.errors import ImageError, SandboxError
+from harness.errors import ImageError, ProviderUnavailable, SandboxError, SandboxGone
 from harness.rollout.lock import Lock
 from harness.sandbox.base import (
     Capabilities,
@@ -28,14 +28,18 @@ from harness.sandbox.base import (
 )
 from harness.sandbox.docker import container, images
 from harness.sandbox.docker.build import LOW_DISK, free_disk
+from harness.sandbox.docker.ends import Ends
 from harness.sandbox.docker.engine import FULL_HINT, START_HINT, Engine
 from harness.sandbox.docker.pull import BOOTSTRAP, DEFAULT_IMAGE
 from harness.sandbox.docker.stream import AttachStream
 
 MIN_API = (1, 41)
 _REMOVE_S = 30.0
+_LEAVE_S = 2.0
 _SETTLE_S = 2.0
-"""How long the engine may still call a container running after its output ended."""
+"""How long the news of a container's end may come after the end of its output."""
+ENGINE_S = 60.0
+"""How long an engine that went away is waited for."""
 _LATE_S = 5.0
 
 
@@ -44,49 +48,56 @@ class DockerSandbox(Sandbox):
 
     stream: AttachStream
 
-    def __init__(self, engine: Engine, id: str, name: str, stream: AttachStream) -> None:
+    def __init__(self, engine: Engine, ends: Ends, id: str, name: str, stream: AttachStream) -> None:
         self.id = id
         self.name = name
         self.stream = stream
         self._engine = engine
+        self._ends = ends
+        self._end = ends.expect(id)
         self._destroying = anyio.Lock()
         self._destroyed = False
 
     async def outcome(self) -> Exit:
         words = self.stream.last_words
-        try:
-            state = await self._state()
-        except SandboxError as error:
-            return Exit(state="engine_unreachable", detail=error.message, last_lines=words)
-        if state is None:
-            return Exit(state="gone", detail=f"container {self.name} does not exist any more", last_lines=words)
-        if state.get("Running"):
-            return Exit(state="running", last_lines=words)
-        code = int(state.get("ExitCode", 0))
+        if self.stream.at_eof:
+            with anyio.move_on_after(_SETTLE_S):
+                await self._end.died.wait()
+        state: dict[str, Any] | None = None
+        if not self._end.died.is_set():
+            try:
+                found = await self._engine.inspect(self.id)
+            except SandboxError as error:
+                return Exit(state="engine_unreachable", detail=error.message, last_lines=words)
+            if found is None and self._ends.interruptions > self._end.interruptions:
+                return Exit(state="engine_restarted", detail="its engine was away meanwhile", last_lines=words)
+            if found is None:
+                return Exit(state="gone", detail=f"container {self.name} does not exist any more", last_lines=words)
+            state = found["State"]
+            if state.get("Running"):
+                return Exit(state="running", last_lines=words)
+        return self._exit(state or {}, words)
+
+    def _exit(self, state: Mapping[str, Any], words: str) -> Exit:
+        """What was heard of the end, or, where it was not heard, the state that the engine tells when asked."""
+        code = self._end.code if self._end.died.is_set() else int(state.get("ExitCode", 0))
         detail = str(state.get("Error") or "")
-        if code == 137 and state.get("OOMKilled"):
-            return Exit(
-                state="out_of_memory", code=code, detail=detail or "the memory limit was reached", last_lines=words
-            )
-        if code > 128:
+        if code == 137 and (self._end.oom or state.get("OOMKilled")):
+            return Exit(state="out_of_memory", code=code, detail="the memory limit was reached", last_lines=words)
+        if code is not None and code > 128:
             return Exit(state="killed", code=code, detail=detail or f"killed by signal {code - 128}", last_lines=words)
         return Exit(state="exited", code=code, detail=detail, last_lines=words)
-
-    async def _state(self) -> dict[str, Any] | None:
-        deadline = anyio.current_time() + _SETTLE_S
-        while True:
-            found = await self._engine.inspect(self.id)
-            state: dict[str, Any] | None = None if found is None else found["State"]
-            if not state or not state.get("Running") or not self.stream.at_eof or anyio.current_time() > deadline:
-                return state
-            await anyio.sleep(0.05)
 
     async def destroy(self) -> None:
         with anyio.CancelScope(shield=True):
             async with self._destroying:
                 if not self._destroyed:
                     await self.stream.aclose()
-                    await self._engine.remove(self.id, timeout_s=_REMOVE_S)
+                    with anyio.move_on_after(_LEAVE_S):  # the guest ends with its channel, and then it is removed
+                        await self._end.removed.wait()
+                    if not self._end.removed.is_set():
+                        await self._engine.remove(self.id, timeout_s=_REMOVE_S)
+                    self._ends.forget(self.id)
                     self._destroyed = True
 
 
@@ -105,10 +116,19 @@ class DockerProvider(Provider):
         self.engine = Engine(url)
         self._command = command
         self._volumes: dict[str, Sequence[str]] = {}
+        self._ends = Ends(self.engine, container.OWNED)
+        self._tasks = anyio.create_task_group()
+        self._following = False
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
         await self.engine.aclose()
 
     async def prepare(self, lock: Lock, settings: SandboxSettings, progress: Progress) -> Environment:
@@ -127,6 +147,18 @@ class DockerProvider(Provider):
         return await images.ensure(self.engine, lock, settings, progress)
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
+        if not self._following:
+            self._following = True
+            self._tasks.start_soon(self._ends.follow)
+        try:
+            return await self._create(spec)
+        except ImageError as error:
+            raise ProviderUnavailable(error.message, hint=error.hint) from error  # so it is for every other sandbox
+        except SandboxGone:
+            await self.engine.back(ENGINE_S)
+            return await self._create(spec)
+
+    async def _create(self, spec: SandboxSpec) -> DockerSandbox:
         facts = await self.engine.facts()
         boot = {
             "root": guest.ROOT,
@@ -137,17 +169,21 @@ class DockerProvider(Provider):
         }
         command = self._command(spec.environment.python, guest.LIB, boot)
         body = container.config(spec, command, await self._declared_volumes(spec.environment.handle), facts)
+        with anyio.move_on_after(_SETTLE_S):
+            await self._ends.listening.wait()
         id, stream = "", None
         try:
             # Not cancelled half-way: the engine would go on, and the container appear under its name some time later.
             with anyio.CancelScope(shield=True):
                 id = await self.engine.create(spec.name, body)
             stream = await self.engine.attach(id)
+            sandbox = DockerSandbox(self.engine, self._ends, id, spec.name, stream)
             await self.engine.start(id)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if stream is not None:
                     await stream.aclose()
+                self._ends.forget(id)
                 try:
                     if id:
                         await self.engine.remove(id, timeout_s=_REMOVE_S)
@@ -156,7 +192,7 @@ class DockerProvider(Provider):
                 except SandboxError as leftover:
                     error.add_note(f"Container {spec.name} may still exist: {leftover.message}")
             raise
-        return DockerSandbox(self.engine, id, spec.name, stream)
+        return sandbox
 
     async def _remove_late(self, name: str) -> None:
         """Remove a container whose create call was not answered: it may come into being after the call was given up."""

@@ -23,6 +23,6 @@ from .faults import Respond as Respond
 from .faults import SlowStart as SlowStart
 from .faults import Stuck as Stuck
 from .faults import too_many as too_many
+from .records import Quota as Quota
+from .records import Sandbox as Sandbox
 from .service import DaytonaStandIn as DaytonaStandIn
-from .world import Quota as Quota
-from .world import Sandbox as Sandbox

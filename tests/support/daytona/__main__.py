@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import signal
 
 import anyio
@@ -22,6 +23,8 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--start-delay", type=float, default=0.0, metavar="S", help="added to each start of a sandbox")
     options = parser.parse_args()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some three for each sandbox
     quota, rates = (Quota(10**6, 10**6, 10**6), dict[str, Rate]()) if options.unlimited else (None, None)
     service = DaytonaStandIn(
         options.mode, tier=options.tier, port=options.port, start_delay_s=options.start_delay, quota=quota, rates=rates

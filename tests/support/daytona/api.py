@@ -13,10 +13,12 @@ from aiohttp import web
 from . import schema
 from .builds import Build
 from .clock import Rate, RateLimits, iso
+from .describe import describe, describe_snapshot
 from .faults import FAULTS
 from .proxy import PORTS, RESERVED
+from .records import PUBLIC_SNAPSHOT, Sandbox
 from .schema import ApiError
-from .world import PUBLIC_SNAPSHOT, Sandbox, World, describe, describe_snapshot
+from .world import World
 
 PAGE, MAX_PAGE = 100, 200
 _STATES = frozenset((

@@ -1,12 +1,12 @@
 """The program inside a stand-in sandbox: PID 1, standard library only, one thread, no event loop.
 
-It takes requests from the service on a ``SOCK_SEQPACKET`` socket, its only link to the outside, and answers each with one
-JSON message and, where there is something to talk to, descriptors: a new process's pipes or terminal, an open file, a TCP
-connection to a port of this network namespace. The service reads and writes those directly; nothing is copied in here.
+It takes requests from the service on a ``SOCK_SEQPACKET`` socket, its only link to the outside, and answers each with
+one JSON message and, where there is something to talk to, descriptors: a new process's pipes or terminal, an open file,
+a TCP connection to a port of this network namespace. The service talks to those directly; nothing is copied in here.
 """
 
 # pathlib would cost each sandbox a megabyte.
-# ruff: noqa: PTH
+# ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH112, PTH114, PTH116, PTH120
 
 import contextlib
 import errno

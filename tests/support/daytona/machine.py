@@ -6,8 +6,8 @@ import asyncio
 import errno
 import importlib.util
 import json
+import marshal
 import os
-import py_compile
 import shutil
 import signal
 import socket
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -287,13 +288,19 @@ def _make_base(base: Path) -> None:
         "os-release": 'ID=debian\nPRETTY_NAME="stand-in"\n',
     }.items():
         (base / "etc" / name).write_text(text)
-    for name in ("resolv.conf", "nsswitch.conf", "ld.so.cache", "pip.conf"):
-        if Path("/etc", name).is_file():
-            shutil.copyfile(Path("/etc", name), base / "etc" / name)
-    if Path("/etc/ssl/certs").is_dir():
-        shutil.copytree("/etc/ssl/certs", base / "etc/ssl/certs", symlinks=True, dirs_exist_ok=True)
-    source = Path(__file__).with_name("daemon.py")
-    py_compile.compile(str(source), str(base / ".daytona/daemon.pyc"), dfile="daemon.py", doraise=True)
+    for name in ("resolv.conf", "nsswitch.conf", "ld.so.cache", "pip.conf", "ssl/certs/ca-certificates.crt"):
+        if (host := Path("/etc", name)).is_file():
+            (base / "etc" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(host, base / "etc" / name)
+    (base / ".daytona/daemon.pyc").write_bytes(_daemon())
+
+
+@cache
+def _daemon() -> bytes:
+    """The daemon as byte code, as it lies in a ``.pyc`` file."""
+    source = Path(__file__).with_name("daemon.py").read_bytes()
+    code = compile(source, "daemon.py", "exec", dont_inherit=True)
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def remove_tree(folder: Path) -> None:

@@ -20,8 +20,9 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from . import schema
 from .clock import iso
 from .faults import Break, Delay, Faults, Request, RequestLog, Respond
+from .records import Link, Sandbox
 from .schema import ApiError
-from .world import Link, Sandbox, World
+from .world import World
 
 PORTS = range(3000, 10_000)
 RESERVED = (22222, 2280, 33333)

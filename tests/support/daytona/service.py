@@ -21,11 +21,13 @@ from .api import Api, Handler, throttlers
 from .builds import Builder
 from .clock import Clock, Rate, RateLimits, iso
 from .faults import FAULTS, Action, Delay, Faults, LoseResponse, Request, RequestLog, Respond
+from .files import Files
 from .machine import MachineRoom, remove_tree
 from .proxy import PreviewProxy
+from .records import Quota, Sandbox, Snapshot
 from .schema import PROXY, ApiError
 from .toolbox import Toolbox
-from .world import Quota, Sandbox, Snapshot, World
+from .world import World
 
 TIERS: Mapping[int, tuple[Quota, tuple[int, int, int]]] = {
     1: (Quota(10, 10, 30), (10_000, 300, 10_000)),
@@ -149,7 +151,7 @@ class DaytonaStandIn:
     async def _listen(self) -> Callable[[], Awaitable[None]]:
         app = web.Application(middlewares=[self._middleware], client_max_size=64 * 1024 * 1024)
         app.add_routes(Api(self.world, self.rates, self.organization_id, self._url_of).routes())
-        app.add_routes(Toolbox(self.world).routes())
+        app.add_routes([*Toolbox(self.world).routes(), *Files(self.world).routes()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=1024)

@@ -1,7 +1,7 @@
 """Shell sessions, commands and terminals of one running sandbox, with the quirks of the service's daemon.
 
-A session is one long-lived shell: commands are written to its standard input, so they queue, ``exit`` ends it, and folder
-and variables persist. Output and exit codes come back through named pipes, so nobody has to poll here.
+A session is one long-lived shell: commands are written to its standard input, so they queue, ``exit`` ends it, and its
+folder and variables persist. Output and exit codes come back through named pipes, so nobody has to poll here.
 """
 
 from __future__ import annotations

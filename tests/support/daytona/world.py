@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
-import uuid
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from . import schema
 from .builds import Build, Builder
-from .clock import Clock, iso
+from .clock import Clock
 from .faults import Action, SlowStart, Stuck
-from .machine import Child, Machine, MachineDown, MachineRoom
+from .machine import Machine, MachineDown, MachineRoom
+from .records import PUBLIC_SNAPSHOT, Quota, Sandbox, Snapshot
 from .schema import ApiError
 from .sessions import Sessions
 
@@ -24,126 +20,6 @@ CREATE_WAIT_S = 30.0
 """How long the service holds the answer to a create from a snapshot until the sandbox has started."""
 _MORE = "\nTo increase concurrency limits, upgrade your organization's Tier."
 _IDLE = ("stopped", "archived", "error", "build_failed", "destroyed")
-PUBLIC_SNAPSHOT = "daytona-small"
-
-
-@dataclass(frozen=True)
-class Quota:
-    """What the organisation's sandboxes may use together, and each alone. vCPU, GiB, GiB."""
-
-    cpu: int = 500
-    memory: int = 1000
-    disk: int = 5000
-    sandboxes: int | None = None
-    cpu_each: int = 4
-    memory_each: int = 8
-    disk_each: int = 10
-
-
-class Link:
-    """An open connection through the proxy."""
-
-    def __init__(self, links: set[Link], cut: Callable[[], None]) -> None:
-        self.silent = False
-        self._links = links
-        self.cut = cut
-        links.add(self)
-
-    def close(self) -> None:
-        self._links.discard(self)
-
-
-@dataclass(eq=False)
-class Snapshot:
-    name: str
-    build: Build
-    cpu: int
-    memory: int
-    disk: int
-    gpu: int
-    created_at: float
-    image_name: str | None
-    entrypoint: list[str] | None
-    region: str
-    general: bool = False
-    removing: bool = False
-    used_at: float | None = None
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-
-    @property
-    def state(self) -> str:
-        return "removing" if self.removing else self.build.state
-
-    @property
-    def command(self) -> list[str]:
-        return self.entrypoint or self.build.command
-
-
-@dataclass(eq=False)
-class Sandbox:
-    """``state`` and ``desired`` differ while a change is under way."""
-
-    name: str
-    build: Build
-    command: list[str]
-    asked: schema.CreateSandbox
-    target: str
-    cpu: int
-    memory: int
-    disk: int
-    created_at: float
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    state: str = "creating"
-    desired: str = "started"
-    error_reason: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    network: schema.NetworkSettings = field(default_factory=schema.NetworkSettings)
-    public: bool = False
-    auto_stop: int = 15
-    auto_archive: int = 7 * 24 * 60
-    auto_delete: int = -1
-    destroy_at: float | None = None
-    active_at: float = 0.0
-    updated_at: float = 0.0
-    stopped_at: float | None = None
-    spot_evicted_at: float | None = None
-    machine: Machine | None = None
-    sessions: Sessions | None = None
-    entrypoint: Child | None = None
-    token: str = ""
-    signing_key: str = field(default_factory=lambda: secrets.token_hex(32))
-    signed: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Tokens of signed preview URLs: their port, and until when."""
-    links: set[Link] = field(default_factory=set)
-    toolbox_down: bool = False
-    stuck: bool = False
-    released: anyio.Event = field(default_factory=anyio.Event)
-    changed: anyio.Event = field(default_factory=anyio.Event)
-
-    def new_token(self) -> None:
-        self.token = secrets.token_urlsafe(24)
-        self.signed.clear()
-
-    def running(self) -> Machine:
-        """
-        :raises ApiError: as the proxy answers for a sandbox that is not there to answer.
-        """
-        if self.toolbox_down:
-            raise ApiError(502, "bad gateway: failed to reach the sandbox's toolbox", source=schema.PROXY)
-        if self.state != "started" or self.machine is None or self.machine.down.is_set():
-            message = "bad request: failed to get sandbox IP: no IP address found. Is the Sandbox started?"
-            raise ApiError(400, message, source=schema.PROXY)
-        return self.machine
-
-    @property
-    def env(self) -> dict[str, str]:
-        about = {"DAYTONA_SANDBOX_ID": self.id, "DAYTONA_ORGANIZATION_ID": "", "DAYTONA_REGION_ID": self.target}
-        return {**self.build.env, **about, **(self.asked.env or {})}
-
-    def set_state(self, state: str, now: float, desired: str | None = None) -> None:
-        self.state, self.desired, self.updated_at = state, desired or self.desired, now
-        self.changed.set()
-        self.changed = anyio.Event()
 
 
 class World:
@@ -380,9 +256,10 @@ class World:
 
     async def close(self) -> list[str]:
         """End everything. Returns the ids of sandboxes that nobody had deleted."""
-        left = [each.id for each in self.live() if each.state not in ("destroying",)]
-        for sandbox in list(self.sandboxes.values()):
-            await self._take_down(sandbox)
+        left = [each.id for each in self.live() if each.state != "destroying"]
+        async with anyio.create_task_group() as tasks:
+            for sandbox in self.sandboxes.values():
+                tasks.start_soon(self._take_down, sandbox)
         self.sandboxes.clear()
         return left
 
@@ -431,6 +308,8 @@ class World:
         if not build.ended.is_set():
             sandbox.set_state("building_snapshot" if build.state == "building" else "pending_build", self.clock.now())
             await build.ended.wait()
+            if sandbox.state not in ("pending_build", "building_snapshot"):  # gone meanwhile
+                return
         if build.state != "active":
             sandbox.error_reason = build.reason
             sandbox.set_state("build_failed", self.clock.now())
@@ -484,57 +363,3 @@ class World:
             await self._room.remove(sandbox.id)
         self.sandboxes.pop(sandbox.id, None)
         sandbox.set_state("destroyed", self.clock.now())
-
-
-def describe(sandbox: Sandbox, organization: str, toolbox_url: str, *, listed: bool = False) -> dict[str, Any]:
-    """The Sandbox of an answer; of a list, which says less."""
-    asked = sandbox.asked
-    said: dict[str, Any] = {
-        "id": sandbox.id, "organizationId": organization, "name": sandbox.name, "user": asked.user or "daytona",
-        "labels": sandbox.labels, "public": sandbox.public, "target": sandbox.target, "cpu": sandbox.cpu,
-        "gpu": asked.gpu or 0, "memory": sandbox.memory, "disk": sandbox.disk, "state": sandbox.state,
-        "desiredState": sandbox.desired, "networkBlockAll": bool(sandbox.network.network_block_all),
-        "autoStopInterval": sandbox.auto_stop, "autoArchiveInterval": sandbox.auto_archive,
-        "autoDeleteInterval": sandbox.auto_delete, "createdAt": iso(sandbox.created_at),
-        "updatedAt": iso(sandbox.updated_at), "lastActivityAt": iso(sandbox.active_at), "backupState": "None",
-        "spot": bool(asked.spot), "sandboxClass": "container", "daemonVersion": "0.226.1",
-        "toolboxProxyUrl": toolbox_url,
-    }  # fmt: skip
-    optional = {
-        "snapshot": None if asked.build_info else asked.snapshot or PUBLIC_SNAPSHOT,
-        "errorReason": sandbox.error_reason,
-        "networkAllowList": sandbox.network.network_allow_list,
-        "domainAllowList": sandbox.network.domain_allow_list,
-        "autoDestroyAt": iso(sandbox.destroy_at) if sandbox.destroy_at else None,
-        "spotEvictedAt": iso(sandbox.spot_evicted_at) if sandbox.spot_evicted_at else None,
-    }
-    said |= {name: value for name, value in optional.items() if value is not None}
-    if not listed:
-        said |= {"env": asked.env or {}, "kvm": bool(asked.kvm), "volumes": []}
-        if asked.build_info:
-            said["buildInfo"] = describe_build(sandbox.build, sandbox.created_at)
-    return said
-
-
-def describe_build(build: Build, at: float) -> dict[str, Any]:
-    return {
-        "dockerfileContent": build.content, "contextHashes": [], "snapshotRef": build.ref,
-        "createdAt": iso(at), "updatedAt": iso(at),
-    }  # fmt: skip
-
-
-def describe_snapshot(snapshot: Snapshot, organization: str) -> dict[str, Any]:
-    at = iso(snapshot.created_at)
-    said: dict[str, Any] = {
-        "id": snapshot.id, "organizationId": organization, "general": snapshot.general, "name": snapshot.name,
-        "state": snapshot.state, "size": 0.1 if snapshot.state == "active" else None,
-        "entrypoint": snapshot.command or None, "cpu": snapshot.cpu, "gpu": snapshot.gpu, "mem": snapshot.memory,
-        "disk": snapshot.disk, "errorReason": snapshot.build.reason, "createdAt": at, "updatedAt": at,
-        "lastUsedAt": iso(snapshot.used_at) if snapshot.used_at else None, "sourceSandboxId": None,
-        "regionIds": [snapshot.region], "ref": snapshot.build.ref, "sandboxClass": "container",
-    }  # fmt: skip
-    if snapshot.image_name:
-        said["imageName"] = snapshot.image_name
-    else:
-        said["buildInfo"] = describe_build(snapshot.build, snapshot.created_at)
-    return said
