@@ -2,7 +2,7 @@
 UV_RUN := ./scripts/uv run --no-sync
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check images clean
+.PHONY: help demo test lint check images clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -13,11 +13,12 @@ demo:  ## Evaluate the multiply rollout on the embedded model, in local sandboxe
 test:  ## Run the tests
 	@$(UV_RUN) pytest
 
-check:  ## Lint, check the types, run the tests
+lint:  ## Check style and types
 	@$(UV_RUN) ruff check
 	@$(UV_RUN) ruff format --check
 	@$(UV_RUN) mypy
-	@$(UV_RUN) pytest
+
+check: lint test  ## Check style and types, run the tests
 
 images:  ## Make the default sandbox image from Debian packages, where no registry can be reached
 	@$(UV_RUN) python -m harness images bootstrap

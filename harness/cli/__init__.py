@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harness.cli import images, run, serve
+from harness.cli import doctor, images, run, sandboxes, serve
 
 app = typer.Typer(
     name="harness",
@@ -16,7 +16,9 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
 app.add_typer(images.app, name="images")
+app.add_typer(sandboxes.app, name="sandboxes")
 
 
 def main() -> None:

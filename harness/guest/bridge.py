@@ -1,9 +1,9 @@
 """The guest where its channel is not there from the start: a WebSocket that the host dials, again after each cut.
 
-This process serves the WebSocket and runs the supervisor below it, with one end of a socket pair as its descriptors 0 and 1.
-The first connection brings the session's secret, before any code of a rollout is here; every later one must know it, so
-that nothing that runs in the sandbox can take the channel over. A connection starts with one JSON text message each way, which
-says how many bytes have been received, and goes on with the messages of ``resume``.
+This process serves the WebSocket and runs the supervisor below it, with one end of a socket pair as its descriptors 0 and
+1. The first connection brings the session's secret, before any code of a rollout is here; every later one must know it,
+so that nothing that runs in the sandbox can take the channel over. A connection starts with one JSON text message each
+way, which says how many bytes have been received, and goes on with the messages of ``resume``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _choose_user(boot: dict[str, Any]) -> None:
-    """Where this is root, give the rollout a user of its own, so that it cannot touch this process or the machine's daemon."""
+    """Where this is root, give the rollout a user of its own, which cannot touch this process."""
     root = Path(boot.get("root") or ROOT)
     root.mkdir(parents=True, exist_ok=True)
     if os.geteuid() != 0:
@@ -129,7 +129,7 @@ class Bridge:
     async def _reap(self) -> dict[str, Any]:
         """How the supervisor ended. It has closed its channel, so it is about to."""
         deadline = time.monotonic() + ENDING_S
-        while not (found := os.waitpid(self._pid, os.WNOHANG))[0]:
+        while not (found := os.waitpid(self._pid, os.WNOHANG))[0]:  # noqa: ASYNC222  # does not wait
             if time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The server's side of RFC 6455, as far as one channel of binary messages needs it. Sans I/O: bytes in, messages out."""
+"""The server's side of RFC 6455, as far as one channel of binary messages needs it. Sans I/O."""
 
 from __future__ import annotations
 

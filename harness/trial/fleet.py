@@ -9,7 +9,7 @@ from typing import Self
 import anyio
 
 from harness.background import Background
-from harness.errors import HarnessError
+from harness.errors import HarnessError, SandboxError
 from harness.trial.session import Blueprint, Session, keep
 
 
@@ -108,9 +108,10 @@ class Fleet:
     async def _make(self) -> None:
         try:
             session = await self.open()
-        except HarnessError as error:
+        except Exception as error:
+            known = error if isinstance(error, HarnessError) else SandboxError(f"no sandbox could be made: {error!r}")
             if self._waiting:
-                self._waiting.popleft().answer(error=error)
+                self._waiting.popleft().answer(error=known)
         else:
             self.put(session)
         finally:

@@ -143,7 +143,7 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
     unknown = [name for name in settings.secrets if name not in secrets]
     if unknown:
         raise ConfigError(
-            f"[tool.harness] of rollout {rollout.name!r} lets {', '.join(unknown)} in, which the config does not require",
+            f"[tool.harness] of rollout {rollout.name!r} lets in {', '.join(unknown)}, not required by the config",
             hint="Name them under [secrets] required in the config too.",
         )
     policy = None

@@ -1,7 +1,7 @@
 """One sandbox with its guest, from the create call until it is gone.
 
-A session is kept by a task of its own, so that it can be made ahead of need by one task and used by another, and so that
-whoever uses it cannot forget to destroy it.
+A session is kept by a task of its own, so that it can be made ahead of need by one task and used by another, and so
+that whoever uses it cannot forget to destroy it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from harness.channel import Guest, Loaded
-from harness.errors import ChannelError, EntryPointError, HarnessError, OutOfMemory, SandboxError, SandboxGone
+from harness.errors import ChannelError, EntryPointError, HarnessError, OutOfMemory, SandboxGone
 from harness.models import CallRecord
 from harness.relay import Lease, Relay
 from harness.sandbox.base import Environment, Exit, Owner, Provider, Sandbox, SandboxSettings, SandboxSpec
@@ -157,6 +157,10 @@ async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_
             await session._released.wait()
             healthy = guest.alive
             guest.exit()
+    except Exception as error:
+        if session is None:
+            raise
+        session.warnings.append(f"internal error of sandbox {name}: {error!r}")  # its trial's, and nobody else's
     finally:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + TEARDOWN_S) as scope:
             teardown = time.monotonic()
@@ -165,9 +169,9 @@ async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_
                 session.exit = await sandbox.outcome()
             try:
                 await sandbox.destroy()
-            except SandboxError as error:
+            except Exception as error:
                 if session is not None:
-                    session.warnings.append(f"sandbox {name} may still exist: {error.message}")
+                    session.warnings.append(f"sandbox {name} may still exist: {error}")
         if session is not None:
             if scope.cancelled_caught:
                 session.warnings.append(f"sandbox {name} was not confirmed gone within {TEARDOWN_S:g} s")

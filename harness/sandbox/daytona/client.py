@@ -1,4 +1,4 @@
-"""One connection to the Daytona service: the SDK's client with our deadlines, its answers' headers, and errors of ours."""
+"""One connection to the service: the SDK's client with deadlines for all calls, limits kept, and errors of ours."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Client:
 
     async def aclose(self) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(10):
-            await self.sdk.close()
+            await self.sdk.close()  # type: ignore[no-untyped-call]
             if self._web is not None:
                 await self._web.close()
 

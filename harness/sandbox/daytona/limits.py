@@ -1,8 +1,8 @@
 """What the organisation may ask for, and when: one gate for all calls of this process to one service.
 
 Requests are counted by the service per throttler, which it names in headers (``X-RateLimit-Remaining-sandbox-create``,
-``Retry-After-sandbox-lifecycle``); the gate keeps those counts, so that a full window makes callers wait here and not run into
-it. Sandboxes are limited by quotas, which no header tells: the first refusal says how many there is room for.
+``Retry-After-sandbox-lifecycle``); the gate keeps those counts, so that a full window makes callers wait here and not run
+into it. Sandboxes are limited by quotas, which no header tells: the first refusal says how many there is room for.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Sandboxes on Daytona: made from a snapshot, the guest started by the toolbox, the channel a WebSocket that the host dials.
+"""Sandboxes on Daytona: made from a snapshot, the guest started by the toolbox, the channel a WebSocket that we dial.
 
 Nothing in a sandbox can reach the network: organisations on lower tiers could not be given any, and none is needed.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import io
 import json
@@ -13,6 +12,8 @@ import marshal
 import shlex
 import zipfile
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,7 +42,6 @@ from harness.sandbox.base import (
 from harness.sandbox.daytona import snapshots
 from harness.sandbox.daytona.client import (
     CALL_S,
-    KEY_HINT,
     Client,
     ServiceFailed,
     configuration,
@@ -54,7 +54,7 @@ from harness.sandbox.daytona.stream import ResumingStream
 from harness.sandbox.labels import PREFIX, labels, owner_of
 
 PORT = 7070
-GUEST = "/tmp/harness-guest.zip"  # noqa: S108  # written by the machine's daemon before any rollout's code is there
+GUEST = "/tmp/harness-guest.zip"  # written by the machine's daemon before any rollout's code is there
 SESSION = "harness"
 MARK = {f"{PREFIX}managed": "true"}
 """The service finds sandboxes by a label's value only."""
@@ -151,7 +151,7 @@ class DaytonaSandbox(Sandbox):
 
 
 class DaytonaProvider(Provider):
-    """The account that DAYTONA_API_KEY belongs to (DAYTONA_API_URL, DAYTONA_TARGET and DAYTONA_ORGANIZATION_ID as in the SDK).
+    """The account of DAYTONA_API_KEY (with DAYTONA_API_URL, DAYTONA_TARGET, DAYTONA_ORGANIZATION_ID as the SDK has them).
 
     :param heartbeat_s: how often the service is told that sandboxes are still wanted.
     """
@@ -347,8 +347,7 @@ class DaytonaProvider(Provider):
                 remote = await self._find(name)
             while remote is not None:
                 try:
-                    target = remote
-                    await self.client.gate.call("sandbox-lifecycle", lambda: target.delete(timeout=REMOVE_S))
+                    await self.client.gate.call("sandbox-lifecycle", partial(remote.delete, timeout=REMOVE_S))
                     return
                 except (sdk.DaytonaNotFoundError, sdk.DaytonaGoneError):
                     return
@@ -384,7 +383,7 @@ class DaytonaProvider(Provider):
             for remote in list(self._alive.values()):
                 try:
                     await self.client.gate.call(
-                        "authenticated", functools.partial(remote.refresh_activity, request_timeout=CALL_S / 4)
+                        "authenticated", partial(remote.refresh_activity, request_timeout=CALL_S / 4)
                     )
                     if beats % TTL_EVERY == 0:
                         await remote.set_ttl(TTL_MIN, request_timeout=CALL_S / 4)
@@ -424,10 +423,8 @@ class DaytonaProvider(Provider):
 
 
 async def _once(created: Awaitable[None]) -> None:
-    try:
+    with suppress(sdk.DaytonaConflictError):  # the first of two calls was carried out
         await created
-    except sdk.DaytonaConflictError:
-        pass  # the first of two calls was carried out
 
 
 async def _at_once(*calls: Callable[[], Awaitable[Any]]) -> None:
@@ -440,7 +437,7 @@ async def _at_once(*calls: Callable[[], Awaitable[Any]]) -> None:
         raise group.exceptions[0] from None
 
 
-@functools.cache
+@cache
 def guest_zip() -> bytes:
     """The guest's package, with its source for any Python and its byte code for one like this."""
     output = io.BytesIO()
@@ -449,7 +446,7 @@ def guest_zip() -> bytes:
         for path in sorted(folder.glob("*.py")):
             inside = f"harness_guest/{path.name}"
             source = path.read_bytes()
-            # Checked by nobody (flag 1): times in an archive mean nothing. Another Python's magic number is passed over.
+            # Checked by nobody (flag 1): times in an archive mean nothing. Another Python passes it over.
             head = importlib.util.MAGIC_NUMBER + b"\1\0\0\0" + importlib.util.source_hash(source)
             code = marshal.dumps(compile(source, f"{GUEST}/{inside}", "exec", dont_inherit=True))
             archive.writestr(zipfile.ZipInfo(inside), source)

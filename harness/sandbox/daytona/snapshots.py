@@ -1,8 +1,8 @@
 """Environments as snapshots: one per recipe, named by its content, built by the service once and found again.
 
-The recipe is a Dockerfile without a context. What an image build can fetch by itself (packages from the public index, each
-pinned by hash) is only named in it; what it cannot (path dependencies, direct URLs, git, packages pinned to an index of their
-own) is installed here, with this machine's credentials, and travels inside the recipe.
+The recipe is a Dockerfile without a context. What an image build can fetch by itself (packages from the public index,
+each pinned by hash) is only named in it; what it cannot (path dependencies, direct URLs, git, packages pinned to an index
+of their own) is installed here, with this machine's credentials, and travels inside the recipe.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import math
 import re
 import sys
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from harness.rollout.environment import site_packages
 from harness.rollout.lock import Lock, allows, read_pyproject
 from harness.sandbox.base import Environment, Progress, SandboxSettings
 from harness.sandbox.daytona.client import Client, is_transient, patiently, translate
+from harness.sandbox.docker.build import digest_files
 from harness.sandbox.docker.context import own_shebang
 
 PREFIX = "harness-"
@@ -73,7 +75,7 @@ def size(resources: Resources) -> Size:
     if disk > MAX_DISK_GIB:
         most = (MAX_DISK_GIB - 1) * 1024 // 2
         raise SandboxError(
-            f"disk_mib = {resources.disk_mib} needs a sandbox with {disk} GiB; on Daytona one has at most {MAX_DISK_GIB}.",
+            f"disk_mib = {resources.disk_mib} needs a sandbox of {disk} GiB; on Daytona one has at most {MAX_DISK_GIB}.",
             hint=f"Set disk_mib in [tool.harness.sandbox] to at most {most}.",
         )
     return Size(cpu=math.ceil(resources.cpus), memory=math.ceil(resources.memory_mib / 1024), disk=disk)
@@ -88,7 +90,7 @@ async def ensure(client: Client, lock: Lock, settings: SandboxSettings, progress
     wanted = size(settings.resources)
     image = await _recipe(lock, settings, progress)
     parts = [LAYOUT, image.dockerfile(), str(wanted.cpu), str(wanted.memory), str(wanted.disk), client.target or ""]
-    parts += [hashlib.sha256(Path(context.source_path).read_bytes()).hexdigest() for context in image._context_list]
+    parts += await anyio.to_thread.run_sync(_context, image)
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     name = f"{PREFIX}{key}"
     with anyio.move_on_after(BUILD_S) as scope:
@@ -98,8 +100,13 @@ async def ensure(client: Client, lock: Lock, settings: SandboxSettings, progress
     return Environment(key=key, handle=name, python=f"{ENV}/bin/python")
 
 
+def _context(image: Image) -> list[str]:
+    """Digests of the files beside a Dockerfile of the user's own, which the SDK uploads."""
+    return [digest_files(Path(each.source_path).parent, Path(each.source_path).name) for each in image._context_list]
+
+
 async def _active(client: Client, wanted: CreateSnapshotParams, progress: Progress) -> None:
-    """Wait until the snapshot is usable; make it where nobody does. Its name lets one build run, whoever asks for it."""
+    """Wait until the snapshot is usable; make it where nobody does. Its name lets one build run, whoever asks."""
     name, waiting, failed = wanted.name, "", False
     while True:
         try:
@@ -115,12 +122,12 @@ async def _active(client: Client, wanted: CreateSnapshotParams, progress: Progre
             return
         if state == "inactive":  # the service puts aside what nobody used for two weeks
             progress(f"activating snapshot {name}")
-            await _again(client, lambda: client.sdk.snapshot.activate(found), name)
+            await _again(client, partial(client.sdk.snapshot.activate, found), name)
         elif state in ("error", "build_failed"):
             if failed:
                 raise ImageError(f"Daytona: snapshot {name}: {found.error_reason or state}")
             failed = True  # an older build's failure says nothing of one now
-            await _again(client, lambda: client.sdk.snapshot.delete(found), name)
+            await _again(client, partial(client.sdk.snapshot.delete, found), name)
         if state != waiting:
             progress(f"snapshot {name} is {state}: waiting")
             waiting = state
@@ -153,7 +160,7 @@ async def _build(client: Client, wanted: CreateSnapshotParams, progress: Progres
             return False  # it may be there all the same
         if error.status_code is not None:
             raise translate(error, f"Daytona does not build snapshot {wanted.name}") from error
-        await _again(client, lambda: client.sdk.snapshot.delete(wanted.name), wanted.name)
+        await _again(client, partial(client.sdk.snapshot.delete, wanted.name), wanted.name)
         text = f"Daytona: {error.message.splitlines()[0]}"
         tail = "\n".join(f"    {line}" for line in lines)
         if installing:
@@ -166,10 +173,10 @@ async def _build(client: Client, wanted: CreateSnapshotParams, progress: Progres
         raise ImageError(f"{text}\n{tail}", hint=hint) from error
 
 
-async def _again(client: Client, change: object, name: str) -> None:
+async def _again(client: Client, change: Callable[[], Awaitable[object]], name: str) -> None:
     """A change of a snapshot's state; where another process is at it already, that is as good."""
     try:
-        await patiently(change)  # type: ignore[arg-type]
+        await patiently(change)
     except (sdk.DaytonaNotFoundError, sdk.DaytonaConflictError, sdk.DaytonaBadRequestError):
         pass
     except Exception as error:
@@ -356,7 +363,7 @@ async def prune(client: Client, keep: int, progress: Progress) -> list[StoredSna
     found = await stored(client)
     removed = found[: max(0, len(found) - keep)]
     for each in removed:
-        await _again(client, lambda name=each.name: client.sdk.snapshot.delete(name), each.name)
+        await _again(client, partial(client.sdk.snapshot.delete, each.name), each.name)
         progress(f"removed snapshot {each.name} ({each.size_gib:.1f} GiB)")
     return removed
 

@@ -1,11 +1,12 @@
 """The channel's bytes over a WebSocket that is dialled again after each cut, for as long as the guest's lease.
 
-Nobody owns a background task here: whoever waits in ``receive`` dials, keeps the connection alive and sends again what was
-lost, which the channel does as long as it is open.
+Nobody owns a background task here: whoever waits in ``receive`` dials, keeps the connection alive and sends again what
+was lost, which the channel does as long as it is open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import secrets
@@ -195,10 +196,9 @@ class ResumingStream(ByteStream):
     async def _transmit(self, message: bytes) -> None:
         if self._socket is not None:
             self._sent = time.monotonic()
-            try:
+            # When this connection is over ``receive`` finds out, and the next one brings the message again.
+            with contextlib.suppress(aiohttp.ClientError, OSError):
                 await self._socket.send_bytes(message)
-            except (aiohttp.ClientError, OSError):
-                pass  # ``receive`` finds the end of this connection, and the next one brings the message again
 
     def _fail(self, error: Exception) -> None:
         self._broken = error

@@ -117,11 +117,10 @@ class DockerProvider(Provider):
         self._command = command
         self._volumes: dict[str, Sequence[str]] = {}
         self._ends = Ends(self.engine, container.OWNED)
-        self._tasks = anyio.create_task_group()
         self._following = False
 
     async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
+        self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(
@@ -129,6 +128,7 @@ class DockerProvider(Provider):
     ) -> None:
         self._tasks.cancel_scope.cancel()
         await self._tasks.__aexit__(None, None, None)
+        self._following = False
         await self.engine.aclose()
 
     async def prepare(self, lock: Lock, settings: SandboxSettings, progress: Progress) -> Environment:
