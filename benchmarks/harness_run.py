@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +42,27 @@ class Measured:
     """CPU time of the harness's own process for each trial, its start and preparation left out."""
     peak_mib: float
     """Most memory of that process."""
+    threads: int
+    """Most threads of that process."""
     first_call_s: float
     """From the start of the command to the first trial's first model call."""
     phases: dict[str, float]
     """Median seconds of each phase."""
 
 
-def run(provider: str, url: str, *, trials: int, in_flight: int, extra: tuple[str, ...] = ()) -> Measured:
-    """Run ``trials`` two-call trials. Raises if one has another reward than 1."""
+def run(
+    provider: str,
+    url: str,
+    *,
+    trials: int,
+    in_flight: int,
+    extra: tuple[str, ...] = (),
+    watch: Callable[[int], None] = lambda pid: None,
+) -> Measured:
+    """Run ``trials`` two-call trials. Raises if one has another reward than 1.
+
+    :param watch: called with the harness's process id, again and again while it runs.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         data = Path(folder, "rows.jsonl")
         data.write_text(
@@ -61,12 +74,13 @@ def run(provider: str, url: str, *, trials: int, in_flight: int, extra: tuple[st
         began = time.time()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         marks: list[tuple[float, float]] = []
-        peak = 0.0
+        peak, threads = 0.0, 0
         while process.poll() is None:
-            used, peak_now = _usage(process.pid)
+            used, peak_now, threads_now = _usage(process.pid)
             if used:
                 marks.append((time.time(), used))
-                peak = max(peak, peak_now)
+                peak, threads = max(peak, peak_now), max(threads, threads_now)
+            watch(process.pid)
             time.sleep(0.02)
         out, err = process.communicate()
         if process.returncode:
@@ -91,17 +105,18 @@ def run(provider: str, url: str, *, trials: int, in_flight: int, extra: tuple[st
             rate=(trials - 1) / (last - first),
             cpu_ms=(marks[-1][1] - cpu_before) / trials * 1000,
             peak_mib=peak,
+            threads=threads,
             first_call_s=first - began,
             phases=phases,
         )
 
 
-def _usage(pid: int) -> tuple[float, float]:
-    """CPU seconds and peak MiB of a process, its children left out."""
+def _usage(pid: int) -> tuple[float, float, int]:
+    """CPU seconds, peak MiB and threads of a process, its children left out."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     peak = next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0.0)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), peak
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), peak, int(fields[17])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harness.cli import doctor, images, run, sandboxes, serve
+from harness.cli import doctor, images, init, run, sandboxes, serve, templates, upload, validate
 
 app = typer.Typer(
     name="harness",
@@ -16,6 +16,10 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
+app.command("init")(init.init)
+app.command("validate")(validate.validate)
+app.command("upload")(upload.upload)
+app.add_typer(templates.app, name="templates")
 app.command("doctor")(doctor.doctor)
 app.add_typer(images.app, name="images")
 app.add_typer(sandboxes.app, name="sandboxes")

@@ -33,8 +33,9 @@ def list_(as_json: AsJson = False) -> None:
     from harness.sandbox.docker.images import stored
 
     images = _run(stored, as_json)
+    show_json({"images": [image.model_dump() for image in images]}, as_json)
     if as_json:
-        return show_json({"images": [image.model_dump() for image in images]}, as_json)
+        return
     table = Table("image", "kind", "size", "last used")
     for image in images:
         days = (time.time() - image.used_at) / 86400
@@ -49,7 +50,7 @@ def build(
     as_json: AsJson = False,
 ) -> None:
     """Build a rollout's environment image now, so that a later run starts at once. Prints its id."""
-    environment = _run(lambda engine: _build(engine, rollout, image), as_json)
+    environment = _run(lambda engine: _build(engine, rollout.resolve(), image), as_json)
     if not as_json:
         print(environment.handle)
     show_json(environment.model_dump(), as_json)
@@ -107,13 +108,12 @@ def _run[T](work: Callable[[Engine], Awaitable[T]], as_json: bool) -> T:
         exit_with(error, as_json)
 
 
-async def _build(engine: Engine, rollout: Path, image: str | None) -> Environment:
+async def _build(engine: Engine, folder: Path, image: str | None) -> Environment:
     from harness.config import Workspace, load_settings
     from harness.rollout.lock import resolve
     from harness.sandbox.docker.images import ensure
 
-    folder = rollout.resolve()
-    settings = load_settings(Workspace(folder.parent.parent), folder).sandbox
+    settings = load_settings(Workspace(root=folder.parent.parent), folder).sandbox
     if image is not None:
         settings = settings.model_copy(update={"image": image})
     return await ensure(engine, await resolve(folder, _progress), settings, _progress)

@@ -26,8 +26,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on
 def list_(sandbox: Sandbox = "docker", as_json: AsJson = False) -> None:
     """Every sandbox that a harness made on this provider, with its run, its owner and whether that still lives."""
     infos = _run(_list, sandbox, as_json)
+    show_json({"sandboxes": [_describe(info) for info in infos]}, as_json)
     if as_json:
-        return show_json({"sandboxes": [_describe(info) for info in infos]}, as_json)
+        return
     table = Table("name", "state", "age", "run", "owner", "")
     for info in infos:
         owner = info.owner

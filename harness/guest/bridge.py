@@ -1,9 +1,9 @@
 """The guest where its channel is not there from the start: a WebSocket that the host dials, again after each cut.
 
-This process serves the WebSocket and runs the supervisor below it, with one end of a socket pair as its descriptors 0 and
-1. The first connection brings the session's secret, before any code of a rollout is here; every later one must know it,
-so that nothing that runs in the sandbox can take the channel over. A connection starts with one JSON text message each
-way, which says how many bytes have been received, and goes on with the messages of ``resume``.
+This process serves the WebSocket and runs the supervisor below it, one end of a socket pair its descriptors 0 and 1.
+The first connection brings the session's secret, before any code of a rollout is here; every later one must know it, so
+that nothing that runs in the sandbox can take the channel over. A connection starts with a JSON text message each way,
+which says how many bytes have been received, and goes on with the messages of ``resume``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,18 @@ _READ = 256 * 1024
 
 
 def main() -> None:
-    """``argv[1]`` is a JSON object: ``port``, ``keep_alive_s``, and ``boot`` as the supervisor takes it."""
+    """``argv[1]`` is a JSON object: ``port``, ``log`` (a path), ``keep_alive_s``, and ``boot`` for the supervisor.
+
+    Returns, in a process that is not the bridge, as soon as the port can be dialled: a host that waits for that has no
+    need to knock at it again and again.
+    """
     options = json.loads(sys.argv[1])
     boot = options["boot"]
     ctypes.CDLL(None, use_errno=True).prctl(supervisor.PR_SET_DUMPABLE, 0, 0, 0, 0)
     listener = socket.create_server(("", options["port"]), backlog=16)
+    if os.fork():
+        return
+    _leave_caller(options["log"])
     _choose_user(boot)
     ours, theirs = socket.socketpair()
     stderr_read, stderr_write = os.pipe()
@@ -68,11 +75,20 @@ def main() -> None:
     os._exit(0)
 
 
+def _leave_caller(log: str) -> None:
+    os.setsid()
+    null, written = os.open(os.devnull, os.O_RDWR), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for number, descriptor in enumerate((null, null, written)):
+        os.dup2(descriptor, number)
+    os.close(null)
+    os.close(written)
+
+
 def _choose_user(boot: dict[str, Any]) -> None:
     """Where this is root, give the rollout a user of its own, which cannot touch this process."""
     root = Path(boot.get("root") or ROOT)
     root.mkdir(parents=True, exist_ok=True)
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or boot.get("uid") is not None:
         return
     spans = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     if any(first <= SANDBOX_UID < first + count for first, _, count in spans):
@@ -117,7 +133,9 @@ class Bridge:
         status = await self._reap()
         loop.remove_reader(self._stderr)
         self._read_stderr()
-        self._link.end(json.dumps({**status, "last_lines": self._tail.decode(errors="replace")}).encode())
+        last = {**status, "last_lines": self._tail.decode(errors="replace")}
+        print(f"\n{json.dumps(status)}", file=sys.stderr, flush=True)  # for a host that comes too late
+        self._link.end(json.dumps(last).encode())
         self._gone.clear()
         self._flush()
         with contextlib.suppress(TimeoutError):
@@ -140,6 +158,7 @@ class Bridge:
         os.set_blocking(self._stderr, False)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._stderr, 1 << 16):
+                os.write(2, data)
                 self._tail += data
                 del self._tail[:-TAIL_BYTES]
             asyncio.get_running_loop().remove_reader(self._stderr)

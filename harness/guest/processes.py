@@ -10,6 +10,8 @@ from pathlib import Path
 
 KILL_DEADLINE_S = 5.0
 _PROC = Path("/proc")
+_FILE_BYTES = 1024
+"""What the kernel holds for a file of a temporary file system, be it empty."""
 _OOM_FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
@@ -63,7 +65,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def memory_mib(root: Path) -> float:
-    """Anonymous and shared memory of every other process, and what the temporary file systems hold.
+    """Anonymous and shared memory of every other process, and what the temporary file systems take.
 
     Shared memory is counted once per process: an overestimate, on the safe side.
     """
@@ -78,6 +80,7 @@ def memory_mib(root: Path) -> float:
             with contextlib.suppress(OSError):
                 usage = os.statvfs(folder)
                 total += (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+                total += (usage.f_files - usage.f_ffree) * _FILE_BYTES
     return total / (1024 * 1024)
 
 

@@ -1,7 +1,7 @@
 """A byte stream both ways that outlives its connections. Sans I/O; the same at both ends.
 
 Each message says where its bytes begin and how many bytes of the other direction have been received:
-``kind:u8 offset:u64 received:u64 payload``, big-endian. What the other side has not acknowledged is kept, and sent again
+``kind:u8 offset:u64 received:u64 payload``, big-endian. What the other side has not acknowledged is kept and sent again
 on the next connection, which starts with both sides saying what they have (``rewind``): nothing is lost, nothing comes
 twice.
 """

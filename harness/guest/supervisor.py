@@ -26,7 +26,7 @@ from . import PROTOCOL, ROOT, child, export, processes, wire
 from .logs import LogPump
 from .mux import Mux, Stream, StreamReset
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 EXIT_LEASE, EXIT_CHANNEL, EXIT_PROTOCOL = 75, 76, 77
 """Exit statuses of the guest itself: the host was silent, the host went away, the host broke the protocol."""
 KILL_GRACE_S = 2.0
@@ -145,6 +145,8 @@ def _fork_child(boot: dict[str, Any], load: dict[str, Any], root: Path, port: in
     if pid == 0:
         try:
             os.setsid()
+            # Where there is no PID namespace, nothing else would end the child of a supervisor that was killed.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             for descriptor in (*private, control.fileno(), out_read, err_read):
                 os.close(descriptor)
             os.dup2(out_write, 1)

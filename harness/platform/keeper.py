@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -47,6 +48,7 @@ class ServeJob:
     sandbox: Choice
     environ: Mapping[str, str]
     policy: Policy | None = NOBODY
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(

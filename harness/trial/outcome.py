@@ -14,6 +14,7 @@ _CATEGORIES: dict[str, Category] = {
     "http_error": "http_error",
     "agent_error": "agent_error",
 }
+_MCP = "This litellm needs a later mcp than the agent framework: pin litellm==1.94.3 in the rollout's dependencies."
 _VALIDATION = {"ValueError", "TypeError", "AssertionError"}
 
 
@@ -68,6 +69,8 @@ def of_ending(
 def _of_exception(ended: Ended, policy: Failure | None) -> Failure:
     error = ended.error or ErrorInfo(types=["Exception"], message="the workflow raised and did not say what")
     message = error.message or error.types[0]
+    if "cannot import name" in message and "mcp.types" in message:
+        message += f"\n  {_MCP}"
     if policy is not None:
         return policy.model_copy(
             update={"message": f"{policy.message}\n  the workflow then raised {error.types[0]}: {message}"}

@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from harness.config import (
     EvalConfig,
     Redactor,
     RolloutSettings,
     Selection,
+    Workspace,
     ambient_secrets,
     dataset_digest,
     load_eval_config,
     load_settings,
+    load_training_config,
     resolve_dataset,
     resolve_secrets,
     select_rows,
@@ -28,6 +30,7 @@ from harness.policy import Policy, resolve_policy
 from harness.rollout.source import Rollout
 from harness.sandbox.select import Choice
 from harness.store import DEFAULT_OUTPUT, DatasetInputs, Retry, RolloutInputs, RunInputs, Timeouts
+from harness.trial.training import as_eval
 
 
 class RunFlags(Record):
@@ -70,6 +73,9 @@ class Job(Protocol):
     @property
     def policy(self) -> Policy | None: ...
 
+    @property
+    def sampling(self) -> Mapping[str, Any]: ...
+
     def grader_env(self) -> dict[str, str]: ...
 
 
@@ -89,6 +95,10 @@ class Plan(Record):
     sandbox: Choice
     policy: Policy | None
     """None: the embedded model, which has an address only once it runs."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Fields for model calls that set none themselves."""
+    notes: list[str] = Field(default_factory=list)
+    """What the user should know of the config."""
     model_name: str
     secrets: dict[str, str]
     redactor: Redactor
@@ -133,7 +143,8 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
     :raises UsageError: anything in them is wrong.
     :raises RolloutError: the rollout's folder is.
     """
-    config = load_eval_config(flags.config)
+    most_in_flight = max(4, 2 * (os.cpu_count() or 1))
+    config, sampling, notes = _load(flags.config, most_in_flight)
     rollout = Rollout.open(config.workspace, config.experiment.rollout, config.experiment.entrypoint)
     settings = load_settings(config.workspace, rollout.path)
     dataset = resolve_dataset(config.workspace, config.experiment.dataset, flags.dataset_file)
@@ -179,12 +190,14 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
         dataset=dataset,
         selection=selection,
         n=n,
-        max_in_flight=flags.max_in_flight or config.evaluation.batch_size or max(4, 2 * (os.cpu_count() or 1)),
+        max_in_flight=flags.max_in_flight or config.evaluation.batch_size or most_in_flight,
         agent_timeout_s=agent_timeout,
         grader_timeout_s=grader_timeout,
         sandbox=flags.sandbox or settings.provider,
         policy=policy,
         model_name=model_name,
+        sampling=sampling,
+        notes=notes,
         secrets=secrets,
         redactor=Redactor([*secrets.values(), *ambient_secrets(environ), *([key] if key else [])]),
         inputs=RunInputs(
@@ -202,6 +215,12 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
             timeouts=Timeouts(agent_timeout_sec=agent_timeout, grader_timeout_sec=grader_timeout),
         ),
     )
+
+
+def _load(path: Path, most_in_flight: int) -> tuple[EvalConfig, dict[str, Any], list[str]]:
+    if Workspace.of(path).root / "configs/training" in path.expanduser().resolve().parents:
+        return as_eval(load_training_config(path), most_in_flight)
+    return load_eval_config(path), {}, []
 
 
 def _first(*values: float | None) -> float | None:

@@ -55,7 +55,7 @@ async def prepare(plan: Job, progress: Progress) -> AsyncIterator[Prepared]:
         policy = plan.policy
         if policy is None:
             policy = await stack.enter_async_context(embedded_policy(progress))
-        relay = await stack.enter_async_context(Relay(policy))
+        relay = await stack.enter_async_context(Relay(policy, sampling=plan.sampling))
         code = await anyio.to_thread.run_sync(plan.rollout.code_tar)
         yield Prepared(provider, environment, graders, policy, relay, code, warnings)
 

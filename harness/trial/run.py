@@ -21,7 +21,7 @@ from harness.trial.fleet import Fleet
 from harness.trial.plan import Plan
 from harness.trial.preflight import check_session
 from harness.trial.prepare import Prepared, prepare
-from harness.trial.provenance import provenance
+from harness.trial.provenance import provenance, will_differ
 from harness.trial.session import Blueprint
 from harness.trial.signals import Interrupts
 from harness.trial.trial import TrialRequest, TrialRunner
@@ -55,7 +55,8 @@ async def execute(plan: Plan, reporter: Reporter) -> RunResult:
             retry=flags.retry,
             redact=plan.redactor.redact,
         ) as store:
-            for note in store.notes:
+            pinned = will_differ(info.provenance) if "git_pinned" in info.provenance else []
+            for note in [*plan.notes, *pinned, *store.notes]:
                 reporter.warning(note)
             pending = store.pending(plan.selection.rows, plan.n)
             reporter.start(
@@ -86,6 +87,7 @@ async def _prepare_and_run(
                 relay=prepared.relay,
                 entrypoint=plan.rollout.entrypoint,
                 code=prepared.code,
+                journal=lambda name: store.log.write("info", "sandbox", f"making {name}"),
             )
             ahead = max(1, round(plan.max_in_flight * AHEAD))
             async with Fleet(blueprint, max_in_flight=plan.max_in_flight, ahead=ahead, demand=len(pending)) as fleet:
@@ -185,7 +187,9 @@ def _info(plan: Plan) -> RunInfo:
         sampled_rows=len(plan.selection.rows),
         total_dataset_rows=plan.selection.total_rows,
         pass_threshold=plan.config.evaluation.pass_threshold,
-        provenance=provenance(plan.config.path, workspace.root),
+        provenance=provenance(
+            plan.config.path, workspace.root, plan.config.experiment.branch, plan.config.experiment.commit_sha
+        ),
         harness={
             "version": version("rollout-harness"),
             "sandbox": plan.sandbox,

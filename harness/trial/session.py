@@ -18,7 +18,7 @@ from anyio.abc import TaskStatus
 from harness.channel import Guest, Loaded
 from harness.errors import ChannelError, EntryPointError, HarnessError, OutOfMemory, SandboxGone
 from harness.models import CallRecord
-from harness.relay import Lease, Relay
+from harness.relay import EgressRecord, Lease, Relay
 from harness.sandbox.base import Environment, Exit, Owner, Provider, Sandbox, SandboxSettings, SandboxSpec
 
 HELLO_S = 120.0
@@ -122,7 +122,10 @@ async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_
         if session is not None:
             session._listener.on_call(record)
 
-    lease = blueprint.relay.admit(on_call=on_call, allow=blueprint.settings.allow)
+    def on_egress(record: EgressRecord) -> None:
+        on_log("egress", record.model_dump_json() + "\n", 0)
+
+    lease = blueprint.relay.admit(on_call=on_call, allow=blueprint.settings.allow, on_egress=on_egress)
     sandbox = await blueprint.provider.create(spec)
     healthy = False
     try:
@@ -192,7 +195,11 @@ async def gone(sandbox: Sandbox, error: BaseException) -> HarnessError:
     detail = f": {exit.detail}" if exit.detail else ""
     code = f", exit code {exit.code}" if exit.code is not None else ""
     last = f"\nlast lines of the guest:\n{exit.last_lines}" if exit.last_lines else ""
-    what = {"running": "stopped answering", "engine_unreachable": "cannot be asked for: its engine does not answer"}
+    what = {
+        "running": "stopped answering",
+        "engine_unreachable": "cannot be asked for: its engine does not answer",
+        "engine_restarted": "was lost when its engine was restarted",
+    }
     state = what.get(exit.state, exit.state.replace("_", " "))
     return SandboxGone(f"sandbox {sandbox.name} {state}{code}{detail}{last}")
 

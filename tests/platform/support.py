@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from textwrap import dedent
@@ -84,13 +84,15 @@ class Workflow(AgentWorkflow):
         if what == "infinite":
             return AgentWorkflowOutput(messages=[], metrics={"x": float("inf")})
         if what == "source":
-            get_rollout_context().set_sample_source(Source(messages=[{"role": "user", "content": rest}], metrics={"n": 1}))
+            said = [{"role": "user", "content": rest}]
+            get_rollout_context().set_sample_source(Source(messages=said, metrics={"n": 1}))
             return None
         if what == "twice":
             get_rollout_context().set_sample_source(Source())
             get_rollout_context().set_sample_source(Source())
         if what == "hidden":
-            get_rollout_context().set_sample_source(Source(messages=[{"role": "user", "content": "x"}], trajectory_messages=None))
+            said = [{"role": "user", "content": "x"}]
+            get_rollout_context().set_sample_source(Source(messages=said, trajectory_messages=None))
             return None
         if what == "size":
             return [{"role": "assistant", "content": str(len(rest))}]
@@ -175,17 +177,27 @@ async def serve(backend: ExecutionBackend, **options: Any) -> AsyncIterator[str]
     """The SDK's server around a backend; its URL. Ends as at SIGTERM."""
     app = create_rollout_server(backend=backend, **options)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_keep_alive=1)
+        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_keep_alive=60)
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve, [listener])
-            while not server.started:
+            while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
                 await anyio.sleep(0.01)
+            failure: Exception | None = None
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
+            except Exception as error:  # raised when the server has ended; inside the group it would be cut down
+                failure = error
+            server.should_exit = True
+        if failure is not None:
+            raise failure
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def body(rollout_id: str, said: str = "ok", **fields: Any) -> dict[str, Any]:
@@ -196,6 +208,20 @@ def body(rollout_id: str, said: str = "ok", **fields: Any) -> dict[str, Any]:
         "chat_completions_url": "",
         "label": "yes",
     } | fields
+
+
+async def until(true: Callable[[], bool], within: float = 30) -> None:
+    """Wait for something that nothing announces."""
+    with anyio.fail_after(within):
+        while not true():  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+
+
+async def idle(http: httpx.AsyncClient) -> None:
+    """Wait until no rollout has a task, nor a sandbox."""
+    with anyio.fail_after(30):
+        while (await http.get("/health")).json()["lifecycle"]["active_rollouts"]:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
 
 
 async def submit(http: httpx.AsyncClient, request: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from harness.rollout.source import Rollout
-from tests.platform.support import body, result, sandbox_backend, serve, statuses, submit, write_rollout
+from tests.platform.support import body, idle, result, sandbox_backend, serve, statuses, submit, until, write_rollout
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 LOCAL = pytest.param("local", marks=pytest.mark.namespaces)
@@ -20,13 +20,6 @@ LEASE = "X-Osmosis-Rollout-Lease"
 @pytest.fixture
 def rollout(tmp_path: Path) -> Rollout:
     return write_rollout(tmp_path / "ws")
-
-
-async def idle(http: httpx.AsyncClient) -> None:
-    """Wait until no rollout has a task or a sandbox."""
-    with anyio.fail_after(30):
-        while (await http.get("/health")).json()["lifecycle"]["active_rollouts"]:
-            await anyio.sleep(0.1)
 
 
 @pytest.mark.namespaces
@@ -79,13 +72,9 @@ async def test_cancelled_rollouts_end_and_their_sandboxes_with_them(rollout: Rol
     async with serve(backend) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         assert (await result(http, body("done")))["status"] == "success"
         running = await submit(http, body("p-running", "sleep 600"))
-        with anyio.fail_after(30):
-            while backend.rollout_status("p-running") != {"status": "running"}:
-                await anyio.sleep(0.05)
+        await until(lambda: backend.rollout_status("p-running") == {"status": "running"})
         queued = await submit(http, body("p-queued", "sleep 600"))
-        with anyio.fail_after(5):
-            while backend.rollout_status("p-queued") is None:
-                await anyio.sleep(0.01)
+        await until(lambda: backend.rollout_status("p-queued") is not None)
         cancelled = await http.post("/rollout/cancel", json={"prefix": "p-"})
         assert cancelled.json() == {"dispositions": {"p-running": "cancelled_running", "p-queued": "cancelled_queued"}}
         again = await http.post("/rollout/cancel", json={"ids": ["p-running", "done", "nobody"]})
@@ -122,9 +111,7 @@ async def test_a_shutdown_takes_everything_down(
     async with serve(backend) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         for name in "abc":
             await submit(http, body(name, "sleep 600"))
-        with anyio.fail_after(60):
-            while backend.rollout_status("a") != {"status": "running"}:
-                await anyio.sleep(0.05)
+        await until(lambda: backend.rollout_status("a") == {"status": "running"}, within=60)
     assert {backend.rollout_status(name) == {"status": "cancelled"} for name in "abc"} == {True}
 
 

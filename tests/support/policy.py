@@ -214,6 +214,8 @@ def user_text(body: Body, *, first: bool = False) -> str:
 def multiply(body: Body) -> Reply:
     """Right for an even product, one too many for an odd one; multiples of six lack their ``####`` at first."""
     asked = [m["content"] for m in body["messages"] if m["role"] == "user"]
+    if not re.search(r"\d", str(asked)):
+        return Reply("hello")  # a preflight
     reminded = len(asked) > 1 and not re.search(r"\d", str(asked[-1]))
     a, b = map(int, re.findall(r"\d+", str(asked[-2] if reminded else asked[-1]))[:2])
     said = a * b + a * b % 2
@@ -253,6 +255,8 @@ GIVEN_UP = frozenset({"vowels.py", "lead.py", "leap.py", "median.py"})
 def shell_agent(body: Body) -> Reply:
     """Looks at the program, repairs it, tries it, submits; some programs it gives up."""
     program = user_text(body, first=True).split(" ", 1)[0]
+    if program not in FIXES:
+        return Reply("hello")  # a preflight
     old, new = FIXES[program]
     repair = f"import pathlib; p = pathlib.Path({program!r}); p.write_text(p.read_text().replace({old!r}, {new!r}))"
     commands = [f"cat {program}", f"python3 - <<'END'\n{repair}\nEND", f"python3 {program} < sample.txt"]

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 import anyio
@@ -20,7 +21,9 @@ from harness.sandbox.daytona.limits import Gate, is_quota
 from harness.sandbox.daytona.stream import CLOSE_S, NobodyThere, Refused, Socket
 
 CALL_S = 60.0
-"""Deadline of a request that has none of its own."""
+"""Deadline of one request."""
+LONGEST_S, CONNECT_S = 3600.0, 15.0
+"""For what takes its time, a build's log: whole, and until there is a connection."""
 KEY_HINT = "Make a key at app.daytona.io (Dashboard, Keys) and set DAYTONA_API_KEY to it."
 _TOKEN, _SKIP_WARNING = "X-Daytona-Preview-Token", "X-Daytona-Skip-Preview-Warning"
 TRANSIENT = (sdk.DaytonaTimeoutError, sdk.DaytonaConnectionError, TimeoutError, OSError, aiohttp.ClientError)
@@ -55,43 +58,34 @@ class Client:
         # All clients of this process that have the same credentials share the organisation's limits.
         key = str(self.sdk._api_key or self.sdk._jwt_token)
         self.gate = _GATES.setdefault((self.url, hashlib.sha256(key.encode()).hexdigest()), Gate())
-        self._web: aiohttp.ClientSession | None = None
-        for api in (self.sdk._api_client, self.sdk._toolbox_api_client):
-            self._hook(api.rest_client)
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(self._observe)
+        # One session for the SDK's requests and our WebSockets. The SDK's own would show no headers, and would look for
+        # proxies and passwords on the disk, in a thread, before each request.
+        self.web = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            trust_env=bool(getproxies_environment()),
+            timeout=aiohttp.ClientTimeout(total=LONGEST_S, sock_connect=CONNECT_S),
+            trace_configs=[trace],
+        )
+        self.sdk._shared_session._adopt(self.web)
 
-    def _hook(self, rest: Any) -> None:
-        """The SDK shows an answer's headers only with an error, and leaves most calls without a deadline."""
-        original = rest.request
-
-        async def request(method: str, url: str, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("_request_timeout") is None:
-                kwargs["_request_timeout"] = CALL_S
-            response = await original(method, url, *args, **kwargs)
-            self.gate.observe(response.getheaders())
-            return response
-
-        rest.request = request
+    async def _observe(self, _: object, __: object, ended: aiohttp.TraceRequestEndParams) -> None:
+        self.gate.observe(ended.response.headers)
 
     async def aclose(self) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(10):
             await self.sdk.close()  # type: ignore[no-untyped-call]
-            if self._web is not None:
-                await self._web.close()
+            await self.web.close()
 
     async def get_json(self, path: str) -> Any:
         """What the API answers to a GET that the SDK has no method for."""
-        headers = self.sdk._api_client.default_headers
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
         async with self.web.get(
-            f"{self.url}{path}", headers=headers, timeout=aiohttp.ClientTimeout(total=CALL_S)
+            self.url + path, headers=self.sdk._api_client.default_headers, timeout=timeout
         ) as answer:
             answer.raise_for_status()
             return await answer.json()
-
-    @property
-    def web(self) -> aiohttp.ClientSession:
-        if self._web is None:
-            self._web = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=True)
-        return self._web
 
     def dialler(self, sandbox: AsyncSandbox, port: int) -> Callable[[bool], Awaitable[Socket]]:
         """Makes WebSockets to a port of a sandbox, through its preview link."""
@@ -101,12 +95,13 @@ class Client:
             try:
                 if fresh or not links:
                     links[:] = [await sandbox.get_preview_link(port, request_timeout=CALL_S)]
-                return await self._dial(links[0])
-            except Refused:
-                await sandbox.refresh_data(request_timeout=CALL_S)
-                if sandbox.state != "started":
-                    raise NobodyThere(f"the sandbox is {sandbox.state}") from None
-                raise
+                try:
+                    return await self._dial(links[0])
+                except Refused:
+                    await sandbox.refresh_data(request_timeout=CALL_S)
+                    if sandbox.state != "started":
+                        raise NobodyThere(f"the sandbox is {sandbox.state}") from None
+                    raise
             except sdk.DaytonaNotFoundError as error:
                 raise NobodyThere(error.message) from error
             except sdk.DaytonaError as error:
@@ -168,12 +163,13 @@ def is_transient(error: Exception) -> bool:
 
 
 async def patiently[T](call: Callable[[], Awaitable[T]], attempts: int = 4) -> T:
-    """A call that may be made twice, again after what is transient."""
+    """A call that may be made twice, with a deadline, again after what is transient."""
     pause = 0.2
     while True:
         attempts -= 1
         try:
-            return await call()
+            with anyio.fail_after(CALL_S):
+                return await call()
         except (sdk.DaytonaError, aiohttp.ClientError, OSError) as error:
             if not attempts or not is_transient(error):
                 raise

@@ -1,8 +1,8 @@
 """What the organisation may ask for, and when: one gate for all calls of this process to one service.
 
 Requests are counted by the service per throttler, which it names in headers (``X-RateLimit-Remaining-sandbox-create``,
-``Retry-After-sandbox-lifecycle``); the gate keeps those counts, so that a full window makes callers wait here and not run
-into it. Sandboxes are limited by quotas, which no header tells: the first refusal says how many there is room for.
+``Retry-After-sandbox-lifecycle``); the gate keeps those counts: a full window makes callers wait here and not run into
+it. Sandboxes are limited by quotas, which no header tells: the first refusal says how many there is room for.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Gate:
         self.existing = 0
         """Sandboxes of this process."""
         self._trying = 0
+        self._why = ""
         self.room: int | None = None
         """How many sandboxes there is room for, once the service has refused one; null before."""
         self._windows: dict[str, _Window] = {}
@@ -153,6 +154,9 @@ class Gate:
             yield
         finally:
             self._trying -= 1
+            if not self._trying and self._why:  # now it is known how many were made
+                why, self._why = self._why, ""
+                self._tell("quota", f"Daytona: {why}; going on with {self.room} sandboxes at a time", 30.0)
             self._wake()
 
     def accepted(self) -> None:
@@ -164,9 +168,9 @@ class Gate:
 
     def refused(self, why: str) -> None:
         """The service had no room for another sandbox."""
-        room = max(self.existing, 1)
+        room = max(self.existing + self._trying - 1, 1)  # the others that are under way may have better luck
         if self.room is None or room < self.room:
-            self._tell("quota", f"Daytona: {why}; going on with {room} sandboxes at a time", 30.0)
+            self._why = why
         self.room = room
         self._probe_at = time.monotonic() + self._backoff_s * random.uniform(1.0, 1.5)
         self._backoff_s = min(self._backoff_s * 2, QUOTA_RETRY_MAX_S)

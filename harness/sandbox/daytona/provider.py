@@ -11,16 +11,15 @@ import json
 import marshal
 import shlex
 import zipfile
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 import anyio
-from daytona import AsyncSandbox, CreateSandboxFromSnapshotParams, ListSandboxesQuery, SessionExecuteRequest
+from daytona import AsyncSandbox, CreateSandboxFromSnapshotParams, ListSandboxesQuery
 from daytona.common import errors as sdk
 
 import harness.guest
@@ -55,7 +54,7 @@ from harness.sandbox.labels import PREFIX, labels, owner_of
 
 PORT = 7070
 GUEST = "/tmp/harness-guest.zip"  # written by the machine's daemon before any rollout's code is there
-SESSION = "harness"
+LOG = "/tmp/harness-guest.log"
 MARK = {f"{PREFIX}managed": "true"}
 """The service finds sandboxes by a label's value only."""
 AUTO_STOP_MIN = 15
@@ -67,7 +66,7 @@ CREATE_S = 300.0
 ADMISSION_S = 1800.0
 READY_S = 60.0
 REMOVE_S = 30.0
-LATE_S = 10.0
+LATE_S = 5.0
 TRIES = 3
 _GONE = ("destroyed", "destroying")
 
@@ -75,13 +74,12 @@ _GONE = ("destroyed", "destroying")
 class DaytonaSandbox(Sandbox):
     stream: ResumingStream
 
-    def __init__(self, provider: DaytonaProvider, remote: AsyncSandbox, stream: ResumingStream, command: str) -> None:
+    def __init__(self, provider: DaytonaProvider, remote: AsyncSandbox, stream: ResumingStream) -> None:
         self.id = remote.id
         self.name = remote.name
         self.stream = stream
         self._provider = provider
         self._remote = remote
-        self._command = command
         self._destroying = anyio.Lock()
         self._destroyed = False
 
@@ -120,25 +118,23 @@ class DaytonaSandbox(Sandbox):
 
     async def _ask_toolbox(self) -> Exit:
         """What became of the bridge, where it could not say so itself."""
-        process = self._remote.process
-        look = f"cat /sys/fs/cgroup/memory.events 2>/dev/null; kill -0 {self.stream.pid or 0} 2>/dev/null && echo alive"
-        found = (await patiently(lambda: process.exec(look, timeout=10))).result
-        if self.stream.pid and "alive" in found.split():
+        pid = self.stream.pid or 0
+        look = (
+            "cat /sys/fs/cgroup/memory.events 2>/dev/null; "
+            f"test {pid} -gt 0 && kill -0 {pid} 2>/dev/null && echo alive; echo; tail -c 8192 {LOG} 2>/dev/null"
+        )
+        said = await patiently(lambda: self._remote.process.exec(look, timeout=10))
+        facts, _, lines = said.result.partition("\n\n")
+        if facts.endswith("alive"):
             return Exit(state="running", detail="the guest runs, but no connection to it can be made")
-        code, lines = None, ""
-        try:
-            code = (await process.get_session_command(SESSION, self._command, request_timeout=10)).exit_code
-            logs = await process.get_session_command_logs(SESSION, self._command, request_timeout=10)
-            lines = (logs.stderr or logs.output or "")[-8192:]
-        except (sdk.DaytonaNotFoundError, sdk.DaytonaGoneError):
-            pass  # its shell is gone with it
-        if code not in (None, 137):
-            return Exit(state="exited", code=code, last_lines=lines)
-        kills = [line.split()[1] for line in found.splitlines() if line.startswith("oom_kill ")]
+        with suppress(ValueError, TypeError, KeyError, IndexError):
+            code = int(json.loads(lines.splitlines()[-1])["code"])
+            return Exit(state="killed" if code > 128 else "exited", code=code, last_lines=lines)
+        kills = [line.split()[1] for line in facts.splitlines() if line.startswith("oom_kill ")]
         if kills == ["0"]:
-            return Exit(state="killed", code=code, detail="killed by signal 9", last_lines=lines)
+            return Exit(state="killed", detail="killed by signal 9", last_lines=lines)
         detail = "the memory limit was reached" if kills else "all its processes were killed: most likely out of memory"
-        return Exit(state="out_of_memory", code=code, detail=detail, last_lines=lines)
+        return Exit(state="out_of_memory", detail=detail, last_lines=lines)
 
     async def destroy(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -151,7 +147,7 @@ class DaytonaSandbox(Sandbox):
 
 
 class DaytonaProvider(Provider):
-    """The account of DAYTONA_API_KEY (with DAYTONA_API_URL, DAYTONA_TARGET, DAYTONA_ORGANIZATION_ID as the SDK has them).
+    """The account of DAYTONA_API_KEY, in DAYTONA_TARGET; the SDK's other variables hold, too.
 
     :param heartbeat_s: how often the service is told that sandboxes are still wanted.
     """
@@ -310,19 +306,16 @@ class DaytonaProvider(Provider):
             "lease_s": spec.lease_s,
             "limits": {**resources, "memory_mib": None},
         }
-        options = {"port": PORT, "keep_alive_s": stream.keep_alive_s, "boot": boot}
+        options = {"port": PORT, "log": LOG, "keep_alive_s": stream.keep_alive_s, "boot": boot}
         code = f"import sys; sys.path.insert(0, {GUEST!r}); from harness_guest.bridge import main; main()"
         command = shlex.join([spec.environment.python, "-I", "-S", "-c", code, json.dumps(options)])
-        run = SessionExecuteRequest(command=command, run_async=True)
-        process = remote.process
         try:
             with anyio.fail_after(READY_S):
-                await _at_once(
-                    lambda: patiently(lambda: remote.fs.upload_file(guest_zip(), GUEST, timeout=int(CALL_S))),
-                    lambda: patiently(lambda: _once(process.create_session(SESSION, request_timeout=CALL_S))),
-                )
-                # Run twice by mistake, the second would find the port taken and end.
-                started = await patiently(lambda: process.execute_session_command(SESSION, run, timeout=int(CALL_S)))
+                await patiently(lambda: remote.fs.upload_file(guest_zip(), GUEST, timeout=int(CALL_S)))
+                # Run twice by mistake, the second would find the port taken.
+                started = await patiently(lambda: remote.process.exec(command, timeout=int(READY_S)))
+            if started.exit_code and b"in use" not in started.result.encode():
+                raise ServiceFailed(f"the guest in sandbox {remote.name} did not start: {started.result[-2000:]}")
             await stream.open(READY_S)
         except (sdk.DaytonaError, aiohttp.ClientError, OSError, anyio.BrokenResourceError) as error:
             await stream.aclose()
@@ -330,11 +323,11 @@ class DaytonaProvider(Provider):
         except BaseException:
             await stream.aclose()
             raise
-        return DaytonaSandbox(self, remote, stream, started.cmd_id)
+        return DaytonaSandbox(self, remote, stream)
 
     async def _no_start(self, remote: AsyncSandbox, stream: ResumingStream, error: Exception) -> SandboxError:
         what = f"the guest in sandbox {remote.name} did not start"
-        exit = await DaytonaSandbox(self, remote, stream, "").outcome()
+        exit = await DaytonaSandbox(self, remote, stream).outcome()
         if isinstance(error, sdk.DaytonaError) and exit.state in ("running", "out_of_memory"):
             return translate(error, what)
         lines = f"\nlast lines of the guest:\n{exit.last_lines}" if exit.last_lines else ""
@@ -420,21 +413,6 @@ class DaytonaProvider(Provider):
             raise translate(error, f"cannot delete sandbox {info.name}") from error
         with anyio.CancelScope(shield=True):
             await self._delete(info.name, remote)
-
-
-async def _once(created: Awaitable[None]) -> None:
-    with suppress(sdk.DaytonaConflictError):  # the first of two calls was carried out
-        await created
-
-
-async def _at_once(*calls: Callable[[], Awaitable[Any]]) -> None:
-    """All of them, or the first error by itself and not in a group."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            for call in calls:
-                tasks.start_soon(call)  # type: ignore[arg-type]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 @cache

@@ -1,8 +1,8 @@
 """Environments as snapshots: one per recipe, named by its content, built by the service once and found again.
 
 The recipe is a Dockerfile without a context. What an image build can fetch by itself (packages from the public index,
-each pinned by hash) is only named in it; what it cannot (path dependencies, direct URLs, git, packages pinned to an index
-of their own) is installed here, with this machine's credentials, and travels inside the recipe.
+each pinned by hash) is only named in it; what it cannot (path dependencies, URLs, git, packages pinned to an index of
+their own) is installed here, with this machine's credentials, and travels inside the recipe.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def size(resources: Resources) -> Size:
     if disk > MAX_DISK_GIB:
         most = (MAX_DISK_GIB - 1) * 1024 // 2
         raise SandboxError(
-            f"disk_mib = {resources.disk_mib} needs a sandbox of {disk} GiB; on Daytona one has at most {MAX_DISK_GIB}.",
+            f"disk_mib = {resources.disk_mib} needs a sandbox of {disk} GiB; Daytona's have at most {MAX_DISK_GIB}.",
             hint=f"Set disk_mib in [tool.harness.sandbox] to at most {most}.",
         )
     return Size(cpu=math.ceil(resources.cpus), memory=math.ceil(resources.memory_mib / 1024), disk=disk)
@@ -339,7 +339,10 @@ async def stored(client: Client) -> list[StoredSnapshot]:
     found: list[StoredSnapshot] = []
     page = 1
     while True:
-        listed = await client.sdk.snapshot.list(page=page, limit=100)
+        try:
+            listed = await patiently(partial(client.sdk.snapshot.list, page=page, limit=100))
+        except Exception as error:
+            raise translate(error, "cannot list the snapshots") from error
         for each in listed.items:
             if re.fullmatch(PREFIX + "[0-9a-f]{32}", each.name):
                 created = _unix(each.created_at)

@@ -56,10 +56,17 @@ async def _locked(path: Path) -> AsyncIterator[None]:
 
 
 async def build(
-    engine: Engine, fill: Callable[[tarfile.TarFile], None], tag: str, labels: dict[str, str], progress: Progress
+    engine: Engine,
+    fill: Callable[[tarfile.TarFile], None],
+    tag: str,
+    labels: dict[str, str],
+    progress: Progress,
+    *,
+    network: str = "",
 ) -> None:
     """Build an image from the context that ``fill`` writes.
 
+    :param network: of the steps that run; empty for the engine's default.
     :raises ImageError: the disk is too full to begin, or the build failed; with the end of its log.
     """
     if (free := await free_disk(engine)) is not None and free < LOW_DISK:
@@ -73,7 +80,7 @@ async def build(
                 progress(line.rstrip())
 
     async def send(chunks: AsyncIterator[bytes]) -> None:
-        await engine.build(chunks, tag=tag, labels=labels, on_message=on_message, timeout_s=_BUILD_S)
+        await engine.build(chunks, tag=tag, labels=labels, on_message=on_message, timeout_s=_BUILD_S, network=network)
 
     try:
         await context.upload(fill, send)

@@ -44,6 +44,9 @@ _BUSY = (
     "context deadline exceeded",
 )
 
+_GOING = ("transport is closing", "connection is closing", "context canceled", "error while dialing", "shutting down")
+"""What an engine answers while it shuts down."""
+
 OnMessage = Callable[[dict[str, Any]], None]
 
 
@@ -257,9 +260,15 @@ class Engine:
         labels: Mapping[str, str],
         on_message: OnMessage,
         timeout_s: float,
+        network: str = "",
     ) -> None:
-        """Build an image from a tar that holds a Dockerfile and what it copies."""
+        """Build an image from a tar that holds a Dockerfile and what it copies.
+
+        :param network: of the steps that run; empty for the engine's default.
+        """
         params = {"t": tag, "rm": "1", "forcerm": "1", "labels": json.dumps(labels)}
+        if network:
+            params["networkmode"] = network
         await self._stream(f"build image {tag}", "build", params, context, on_message, timeout_s)
 
     async def import_image(
@@ -333,7 +342,7 @@ class Engine:
         where = self.url or "the Docker engine"
         if "asyncssh" in lowered:
             return ProviderUnavailable(f"Could not {what}: {text}", hint=_SSH_HINT)
-        if error.status in (0, 900):
+        if error.status in (0, 900) or (error.status >= 500 and any(word in lowered for word in _GOING)):
             if self._facts is not None:
                 return SandboxGone(
                     f"Could not {what}: the Docker engine at {where} went away ({text}).", hint=START_HINT

@@ -68,7 +68,7 @@ async def ensure(engine: Engine, lock: Lock, settings: SandboxSettings, progress
             labels=labels,
         )
         try:
-            await build(engine, fill, tag, {}, progress)
+            await build(engine, fill, tag, {}, progress, network="none")
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(60):
                 await _remove_torsos(engine, lock)

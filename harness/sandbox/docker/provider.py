@@ -70,7 +70,7 @@ class DockerSandbox(Sandbox):
             except SandboxError as error:
                 return Exit(state="engine_unreachable", detail=error.message, last_lines=words)
             if found is None and self._ends.interruptions > self._end.interruptions:
-                return Exit(state="engine_restarted", detail="its engine was away meanwhile", last_lines=words)
+                return Exit(state="engine_restarted", last_lines=words)
             if found is None:
                 return Exit(state="gone", detail=f"container {self.name} does not exist any more", last_lines=words)
             state = found["State"]
@@ -148,15 +148,20 @@ class DockerProvider(Provider):
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
         if not self._following:
+            self._starting = anyio.Semaphore(max(2, (await self.engine.facts()).cpus))
             self._following = True
             self._tasks.start_soon(self._ends.follow)
-        try:
-            return await self._create(spec)
-        except ImageError as error:
-            raise ProviderUnavailable(error.message, hint=error.hint) from error  # so it is for every other sandbox
-        except SandboxGone:
-            await self.engine.back(ENGINE_S)
-            return await self._create(spec)
+        deadline = anyio.current_time() + ENGINE_S
+        while True:
+            try:
+                return await self._create(spec)
+            except ImageError as error:
+                raise ProviderUnavailable(error.message, hint=error.hint) from error  # so it is for every other one
+            except SandboxGone:
+                if anyio.current_time() > deadline:
+                    raise
+                await self.engine.back(ENGINE_S)
+                await self.engine.remove(spec.name, timeout_s=_REMOVE_S)
 
     async def _create(self, spec: SandboxSpec) -> DockerSandbox:
         facts = await self.engine.facts()
@@ -178,7 +183,9 @@ class DockerProvider(Provider):
                 id = await self.engine.create(spec.name, body)
             stream = await self.engine.attach(id)
             sandbox = DockerSandbox(self.engine, self._ends, id, spec.name, stream)
-            await self.engine.start(id)
+            # An engine that is to start many at once takes longer for all of them together than one after the other.
+            async with self._starting:
+                await self.engine.start(id)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if stream is not None:
