@@ -2,14 +2,12 @@
 
 from harness.config.dataset import Selection as Selection
 from harness.config.dataset import dataset_digest as dataset_digest
-from harness.config.dataset import load_rows as load_rows
 from harness.config.dataset import resolve_dataset as resolve_dataset
 from harness.config.dataset import select_rows as select_rows
 from harness.config.eval import EvalConfig as EvalConfig
 from harness.config.eval import Evaluation as Evaluation
 from harness.config.eval import load_eval_config as load_eval_config
 from harness.config.experiment import Experiment as Experiment
-from harness.config.secrets import RedactedStream as RedactedStream
 from harness.config.secrets import Redactor as Redactor
 from harness.config.secrets import ambient_secrets as ambient_secrets
 from harness.config.secrets import resolve_secrets as resolve_secrets

@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,8 +28,6 @@ COLUMNS = ("system_prompt", "user_prompt", "ground_truth", "label", "metadata")
 """All others are ignored."""
 MAX_FIELD = 16 * 1024 * 1024
 """Longest csv field, in characters."""
-MAX_LINE = 64 * 1024 * 1024
-"""Longest line of a file, in characters."""
 
 _SELECTOR = re.compile(r"\d{1,18}(-\d{1,18})?(,\d{1,18}(-\d{1,18})?)*")
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -84,11 +82,6 @@ def dataset_digest(path: Path) -> str:
         raise DataError(f"Cannot read {path}: {error}") from error
 
 
-def load_rows(path: Path, rows: str | None = None, limit: int | None = None) -> list[Row]:
-    """The selected rows; see ``select_rows``."""
-    return select_rows(path, rows, limit).rows
-
-
 def select_rows(path: Path, rows: str | None = None, limit: int | None = None) -> Selection:
     """Read a data set in one pass, keeping the selected rows only.
 
@@ -113,7 +106,7 @@ def select_rows(path: Path, rows: str | None = None, limit: int | None = None) -
                 continue  # the rest is still counted
             selected.append(_normalise(raw, len(selected), index, where))
     if spans and spans[-1][1] >= total:
-        beyond = list(islice((i for start, end in spans for i in range(max(start, total), end + 1)), 11))
+        beyond = list(islice(chain.from_iterable(range(max(start, total), end + 1) for start, end in spans), 11))
         named = ", ".join(map(str, beyond[:10])) + (", ..." if len(beyond) > 10 else "")
         raise DataError(
             f"--rows selects [{named}] but {path.name} has {total} rows (valid indices are 0-{max(total - 1, 0)})"
@@ -157,24 +150,20 @@ def _read(path: Path) -> Generator[Raw]:
         raise DataError(f"Cannot read {path}: {error}") from error
 
 
-def _lines(path: Path, newline: str | None) -> Iterator[str]:
-    # surrogateescape: the line that holds a broken byte is known only when lines are decoded one by one
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), start=1):
-            if len(line) > MAX_LINE:
-                raise DataError(f"{path}:{number}: line longer than {MAX_LINE} characters")
+def _lines(path: Path) -> Iterator[str]:
+    # decoded one by one, so that the line that holds a broken byte is known
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
             try:
-                line.encode()
-            except UnicodeEncodeError as error:
-                byte = ord(line[error.start]) & 0xFF
-                raise DataError(
-                    f"{path}:{number}: not valid UTF-8 (byte 0x{byte:02x} at column {error.start + 1})"
-                ) from None
-            yield line
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+                raise DataError(f"{path}:{number}: not valid UTF-8 ({byte})") from None
+            yield text
 
 
 def _read_jsonl(path: Path) -> Iterator[Raw]:
-    for number, line in enumerate(_lines(path, None), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         text = line.strip()
         if not text:
             continue
@@ -193,7 +182,7 @@ def _read_csv(path: Path) -> Iterator[Raw]:
     previous = csv.field_size_limit(MAX_FIELD)
     number = 1
     try:
-        reader = csv.reader(_lines(path, ""))
+        reader = csv.reader(_lines(path))
         header = next(reader, None)
         if not header:
             raise DataError(f"{path} has no CSV header row")

@@ -116,7 +116,7 @@ def load[C: ExperimentConfig](cls: type[C], path: Path) -> C:
     secrets = _secrets(raw, path, problems, required=cls.secrets_required)
     if issues:
         problems += [f"Invalid {cls.kind} config:", *issues]
-    problems += env_problems(env, f"[env] of {path}")
+    problems += _env_problems(env, path)
     problems += _secret_problems(secrets, env, path)
     if experiment:
         try:
@@ -139,18 +139,16 @@ def load[C: ExperimentConfig](cls: type[C], path: Path) -> C:
     )
 
 
-def env_problems(env: Mapping[str, Any], where: str) -> list[str]:
-    """What is wrong with the names of variables."""
-    problems = []
-    for name in env:
-        if not ENV_NAME.fullmatch(name):
-            problems.append(f"Invalid env var name '{name}' in {where}: must match {ENV_NAME.pattern}")
-        elif name.startswith(RESERVED_PREFIX):
-            problems.append(
-                f"'{name}' in {where}: env var names starting with {RESERVED_PREFIX} are reserved by the platform; "
-                "choose a different name."
-            )
-    return problems
+def _env_problems(env: Mapping[str, Any], path: Path) -> list[str]:
+    where = f"[env] of {path}"
+    return [
+        f"Invalid env var name '{name}' in {where}: must match {ENV_NAME.pattern}"
+        if not ENV_NAME.fullmatch(name)
+        else f"'{name}' in {where}: env var names starting with {RESERVED_PREFIX} are reserved by the platform; "
+        "choose a different name."
+        for name in env
+        if not ENV_NAME.fullmatch(name) or name.startswith(RESERVED_PREFIX)
+    ]
 
 
 def _table(

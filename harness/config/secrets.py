@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,92 +85,32 @@ def _read_dotenv(source: Path | Literal["-"]) -> dict[str, str]:
                 f"Invalid line {number} in {label}: expected NAME=value. "
                 "Values spanning multiple lines are not supported."
             )
-        values[name] = _unquote(value.strip())
+        value = value.strip()
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
+        values[name] = value[1:-1] if quoted else value
     return values
 
 
-def _unquote(value: str) -> str:
-    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" else value
-
-
 class Redactor:
-    """Replaces secret values by ``[REDACTED]``, in text and in bytes (UTF-8), also where JSON has escaped them.
+    """Replaces secret values by ``[REDACTED]``, also where JSON has escaped them.
 
     :param values: every one that is not empty counts, however short.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
         forms = {form for value in values for form in (value, json.dumps(value)[1:-1]) if form}
-        self._texts = sorted(forms)
-        self._bytes = [form.encode("utf-8", "surrogateescape") for form in self._texts]
+        self._forms = sorted(forms, key=len, reverse=True)
+        # A lookahead finds secrets that overlap too; the longest of those that start at one place comes first.
+        self._pattern = re.compile(f"(?=({'|'.join(map(re.escape, self._forms))}))")
 
-    def redact[S: (str, bytes)](self, data: S) -> S:
-        """The data without secrets."""
-        if isinstance(data, str):
-            return RedactedStream(self._texts, REDACTED).feed(data, last=True)
-        return RedactedStream(self._bytes, REDACTED.encode()).feed(data, last=True)
-
-    def text_stream(self) -> RedactedStream[str]:
-        return RedactedStream(self._texts, REDACTED)
-
-    def byte_stream(self) -> RedactedStream[bytes]:
-        return RedactedStream(self._bytes, REDACTED.encode())
-
-
-class RedactedStream[S: (str, bytes)]:
-    """Redacts what comes in pieces, a secret that is cut between two of them included.
-
-    Held back is only what may be the beginning of a secret: fewer characters than the longest has.
-    """
-
-    def __init__(self, secrets: Sequence[S], mark: S) -> None:
-        self._secrets: Sequence[S] = secrets
-        self._mark: S = mark
-        self._longest = max(map(len, secrets), default=0)
-        self._firsts: set[S] = {secret[:1] for secret in secrets}
-        self._held: S = mark[:0]
-        self._covered = 0
-        """How much at the start of what is held belongs to a secret whose mark is out already."""
-
-    def feed(self, data: S, *, last: bool = False) -> S:
-        """What can be shown after this piece.
-
-        :param last: nothing follows, hold nothing back.
-        """
-        data = self._held + data
-        cut = len(data) if last else self._cut(data)
-        shown: list[S] = []
-        position = 0
-        for start, end in self._spans(data):
-            if start >= self._covered:  # its mark is not out yet
-                if start >= cut:
-                    break
-                shown += [data[position:start], self._mark]
-            position = end
-        shown.append(data[position:cut])
-        self._held = data[cut:]
-        self._covered = max(0, position - cut)
-        return self._mark[:0].join(shown)
-
-    def _cut(self, data: S) -> int:
-        """Where the earliest thing starts that more data may turn into a secret."""
-        for i in range(max(0, len(data) - self._longest + 1), len(data)):
-            if data[i : i + 1] in self._firsts and any(secret.startswith(data[i:]) for secret in self._secrets):
-                return i
-        return len(data)
-
-    def _spans(self, data: S) -> list[tuple[int, int]]:
-        """Where secrets lie, ascending; those that overlap are one."""
-        found = [(0, self._covered)] if self._covered else []
-        for secret in self._secrets:
-            at = data.find(secret)
-            while at >= 0:
-                found.append((at, at + len(secret)))
-                at = data.find(secret, at + 1)
-        spans: list[tuple[int, int]] = []
-        for start, end in sorted(found):
-            if spans and start < spans[-1][1]:
-                spans[-1] = (spans[-1][0], max(spans[-1][1], end))
-            else:
-                spans.append((start, end))
-        return spans
+    def redact(self, text: str) -> str:
+        """The text without secrets; those that overlap get one mark. Thread-safe."""
+        if not any(form in text for form in self._forms):
+            return text
+        pieces: list[str] = []
+        end = 0
+        for match in self._pattern.finditer(text):
+            if match.start() >= end:
+                pieces += [text[end : match.start()], REDACTED]
+            end = max(end, match.end(1))
+        return "".join([*pieces, text[end:]])

@@ -35,9 +35,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from harness.config.experiment import RESERVED_PREFIX, SECRET_NAME
 from harness.config.toml import Table, check, issue, read_toml, refuse
@@ -51,18 +51,25 @@ _HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*(:(?P<port>[0-9]{{1,5}}))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+def _variables(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not _VARIABLE.fullmatch(name) or name.startswith(RESERVED_PREFIX):
+            raise refuse(f"must hold names of variables that do not start with {RESERVED_PREFIX}", name)
+        if "\0" in value:
+            raise refuse("must hold values without NUL", value)
+    return env
+
+
+Variables = Annotated[dict[str, str], AfterValidator(_variables)]
+
+
 class GraderSettings(Table):
     """``[tool.harness.grader]``."""
 
     workers: int = Field(default=2, ge=1)
     """Worker processes that grade."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     """Plain variables for them."""
-
-    @field_validator("env")
-    @classmethod
-    def _env(cls, value: dict[str, str]) -> dict[str, str]:
-        return _variables(value)
 
 
 class ArtifactSettings(Table):
@@ -88,15 +95,10 @@ class _Sandbox(Table, Resources):
 
     provider: Literal[ProviderName, "auto"] = "auto"
     image: str = ""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     allow: list[str] = Field(default_factory=list)
     writable_root: bool = False
     runtime: str = ""
-
-    @field_validator("env")
-    @classmethod
-    def _env(cls, value: dict[str, str]) -> dict[str, str]:
-        return _variables(value)
 
     @field_validator("allow")
     @classmethod
@@ -106,7 +108,7 @@ class _Sandbox(Table, Resources):
             match = _HOST.fullmatch(host)
             if not match or not 0 < int(match["port"] or 443) < 65536:
                 raise refuse("must hold host names such as 'example.org', 'example.org:443' or '*.example.org'", host)
-        return hosts
+        return list(dict.fromkeys(hosts))
 
 
 class _Tables(Table):
@@ -137,18 +139,12 @@ def load_settings(workspace: Workspace, rollout_dir: Path) -> RolloutSettings:
     if problems:
         raise ConfigError("\n".join(problems))
     tables = _Tables(**_merge(shared, own))
-    resources = tables.sandbox.model_dump(include=set(Resources.model_fields))
+    sandbox = tables.sandbox.model_dump(exclude={"provider"})
+    resources = Resources(**{name: sandbox.pop(name) for name in Resources.model_fields})
     return RolloutSettings(
         provider=tables.sandbox.provider,
         secrets=tuple(dict.fromkeys(tables.secrets)),
-        sandbox=SandboxSettings(
-            image=tables.sandbox.image,
-            resources=Resources(**resources),
-            env=tables.sandbox.env,
-            allow=tuple(dict.fromkeys(tables.sandbox.allow)),
-            writable_root=tables.sandbox.writable_root,
-            runtime=tables.sandbox.runtime,
-        ),
+        sandbox=SandboxSettings(resources=resources, **sandbox),
         grader=tables.grader,
         artifacts=tables.artifacts,
     )
@@ -176,12 +172,3 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = _merge(below[key], value) if both else value
     return merged
-
-
-def _variables(env: dict[str, str]) -> dict[str, str]:
-    for name, value in env.items():
-        if not _VARIABLE.fullmatch(name) or name.startswith(RESERVED_PREFIX):
-            raise refuse(f"must hold names of variables that do not start with {RESERVED_PREFIX}", name)
-        if "\0" in value:
-            raise refuse("must hold values without NUL", value)
-    return env

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from osmosis_ai.eval.local.dataset import DatasetResolutionError, normalize_row, parse_row_selector
 from osmosis_ai.eval.local.dataset import select_rows as platform_select
 
-from harness.config import Workspace, dataset_digest, load_rows, resolve_dataset
-from harness.config import select_rows as harness_select
+from harness.config import Workspace, dataset_digest, resolve_dataset, select_rows
 from harness.config.dataset import MAX_FIELD, _normalise
 from harness.errors import DataError, UsageError
 
@@ -34,7 +33,7 @@ def platform(path: Path, rows: str | None = None, limit: int | None = None) -> t
 
 
 def harness(path: Path, rows: str | None = None, limit: int | None = None) -> tuple[list[Plain], int]:
-    selection = harness_select(path, rows, limit)
+    selection = select_rows(path, rows, limit)
     return [(r.index, r.source_index, r.prompt, r.label, r.metadata) for r in selection.rows], selection.total_rows
 
 
@@ -87,10 +86,10 @@ def test_selectors_that_are_none(tmp_path: Path, selector: str) -> None:
         with pytest.raises(DatasetResolutionError) as theirs:
             parse_row_selector(selector)
         with pytest.raises(UsageError) as ours:
-            load_rows(path, selector)
+            select_rows(path, selector)
         assert ours.value.message == str(theirs.value)
     else:
-        assert len(load_rows(path, selector)) == 30
+        assert len(select_rows(path, selector).rows) == 30
 
 
 @pytest.mark.parametrize("selector", ["30", "28-31", "0,99,40-41"])
@@ -99,14 +98,14 @@ def test_rows_beyond_the_end(tmp_path: Path, selector: str) -> None:
     with pytest.raises(DatasetResolutionError) as theirs:
         platform(path, selector)
     with pytest.raises(DataError) as ours:
-        load_rows(path, selector)
+        select_rows(path, selector)
     assert ours.value.message == str(theirs.value)
 
 
 def test_an_endless_range_is_no_trouble(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", PROMPTS)
     with pytest.raises(DataError, match=r"\[30, 31, .*, 39, \.\.\.\] but d\.jsonl has 30 rows"):
-        load_rows(path, "0-999999999999999999")
+        select_rows(path, "0-999999999999999999")
 
 
 words = st.text(alphabet="a é\n", max_size=3)
@@ -174,7 +173,7 @@ def test_broken_lines_are_named(tmp_path: Path, line: bytes, text: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD_LINE + b"\n" + line)
     with pytest.raises(DataError, match=text):
-        load_rows(path)
+        select_rows(path)
 
 
 def test_nan_in_a_column_that_is_ignored(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_broken_csv_is_named(tmp_path: Path, data: bytes, text: str) -> None:
     path.write_bytes(data)
     before = csv.field_size_limit()
     with pytest.raises(DataError, match=text):
-        load_rows(path)
+        select_rows(path)
     assert csv.field_size_limit() == before
 
 
@@ -229,14 +228,14 @@ def test_parquet_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     path.write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"d\.parquet: unreadable Parquet after row 0"):
-        load_rows(path)
+        select_rows(path)
 
 
 def test_parquet_field_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "d.parquet", [{"user_prompt": "a", "label": 1.5}, {"user_prompt": None, "label": 2.0}])
-    assert load_rows(path, "0")[0].label == "1.5"
+    assert select_rows(path, "0").rows[0].label == "1.5"
     with pytest.raises(DataError, match=r"d\.parquet: row 1: user_prompt is required"):
-        load_rows(path)
+        select_rows(path)
 
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,17 +243,17 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "d.parquet"
     path.write_bytes(b"")
     with pytest.raises(DataError) as caught:
-        load_rows(path)
+        select_rows(path)
     assert "parquet extra" in caught.value.hint
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Cannot read .*no\.jsonl"):
-        load_rows(tmp_path / "no.jsonl")
+        select_rows(tmp_path / "no.jsonl")
     with pytest.raises(DataError, match=r"Cannot read .*no\.jsonl"):
         dataset_digest(tmp_path / "no.jsonl")
     with pytest.raises(DataError, match=r"has extension 'txt'; expected one of \['csv', 'jsonl', 'parquet'\]"):
-        load_rows(tmp_path / "d.txt")
+        select_rows(tmp_path / "d.txt")
 
 
 def test_data_set_is_found_by_name(tmp_path: Path) -> None:

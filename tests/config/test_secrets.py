@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import io
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from osmosis_ai.cli.errors import CLIError
 from osmosis_ai.eval.local.runner import AMBIENT_SECRET_ENV_NAMES
 from osmosis_ai.platform.cli.secret_resolution import _read_dotenv
@@ -92,10 +89,9 @@ def test_ambient_names_are_the_platforms() -> None:
     assert ambient_secrets({"OPENAI_API_KEY": "sk-12345", "HF_TOKEN": "short", "PATH": "/usr/bin:/bin"}) == ["sk-12345"]
 
 
-def test_redaction_of_text_and_bytes() -> None:
+def test_redaction() -> None:
     redactor = Redactor(["sk-12345678", "sk-12345678-more", "é1", "", 'line1\n"line2"'])
     assert redactor.redact("a sk-12345678-more b sk-12345678 c é1.") == "a [REDACTED] b [REDACTED] c [REDACTED]."
-    assert redactor.redact("é1\xff".encode() + b"\xff") == b"[REDACTED]\xc3\xbf\xff"
     assert redactor.redact(r'{"key": "line1\n\"line2\""}') == '{"key": "[REDACTED]"}'
     assert "sk-1" not in repr(redactor)
     assert Redactor([]).redact("text") == "text"
@@ -107,31 +103,3 @@ def test_overlapping_secrets_leave_no_rest() -> None:
     assert Redactor(["RED"]).redact("RED") == "[REDACTED]"
 
 
-small = st.text(alphabet="ab-", min_size=1, max_size=4)
-
-
-@given(st.lists(small, max_size=4), st.text(alphabet="ab-", max_size=30), st.lists(st.integers(0, 30), max_size=6))
-def test_a_stream_is_redacted_like_the_whole(values: list[str], text: str, cuts: list[int]) -> None:
-    redactor = Redactor(values)
-    whole = redactor.redact(text)
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    stream, longest = redactor.text_stream(), max(map(len, values), default=1)
-    shown = ""
-    for start, end in pairwise(edges):
-        shown += stream.feed(text[start:end])
-        assert len(stream._held) < longest
-    assert shown + stream.feed("", last=True) == whole
-    bytewise = redactor.byte_stream()
-    parts = [bytewise.feed(bytes([byte])) for byte in text.encode()]
-    assert b"".join(parts) + bytewise.feed(b"", last=True) == whole.encode()
-    if not set("REDACT[]") & set("".join(values)):
-        assert not any(value in whole.replace("[REDACTED]", "\0") for value in values)
-
-
-def test_only_the_beginning_of_a_secret_is_held_back() -> None:
-    stream = Redactor(["secret-value"]).text_stream()
-    assert stream.feed("a line\n") == "a line\n"
-    assert stream.feed("key: secret") == "key: "
-    assert stream.feed("-value\n") == "[REDACTED]\n"
-    assert stream.feed("sec") == ""
-    assert stream.feed("ond", last=True) == "second"

@@ -75,9 +75,9 @@ async def test_an_environment_is_built_once_and_its_travelling_packages_are_in_i
         assert said.exit_code == 0, said.result
         assert said.result.split()[0] == said.result.split()[-1] == "42"
     [stored] = await snapshots.stored(daytona.client)
-    assert stored.name == environment.handle
-    assert await snapshots.prune(daytona.client, 1, lines.append) == []
-    assert [each.name for each in await snapshots.prune(daytona.client, 0, lines.append)] == [environment.handle]
+    assert (stored.tag, stored.state) == (environment.handle, "active")
+    assert await snapshots.prune(daytona.client, 2**40, lines.append) == []
+    assert [each.tag for each in await snapshots.prune(daytona.client, 0, lines.append)] == [environment.handle]
 
 
 async def test_a_package_that_nobody_has_is_a_dependency_error_and_leaves_nothing(

@@ -55,11 +55,14 @@ _FROM_ELSEWHERE = re.compile(r" @ |^[./]|^file:")
 
 
 class StoredSnapshot(Record):
-    """A snapshot that we made."""
+    """A snapshot that we made, with the fields of docker's ``StoredImage``."""
 
-    name: str
+    id: str
+    tag: str
+    kind: str = "environment"
     state: str
-    size_gib: float
+    size: int
+    """Bytes."""
     created_at: float
     used_at: float
 
@@ -122,12 +125,12 @@ async def _active(client: Client, wanted: CreateSnapshotParams, progress: Progre
             return
         if state == "inactive":  # the service puts aside what nobody used for two weeks
             progress(f"activating snapshot {name}")
-            await _again(client, partial(client.sdk.snapshot.activate, found), name)
+            await _again(partial(client.sdk.snapshot.activate, found), name)
         elif state in ("error", "build_failed"):
             if failed:
                 raise ImageError(f"Daytona: snapshot {name}: {found.error_reason or state}")
             failed = True  # an older build's failure says nothing of one now
-            await _again(client, partial(client.sdk.snapshot.delete, found), name)
+            await _again(partial(client.sdk.snapshot.delete, found), name)
         if state != waiting:
             progress(f"snapshot {name} is {state}: waiting")
             waiting = state
@@ -160,7 +163,7 @@ async def _build(client: Client, wanted: CreateSnapshotParams, progress: Progres
             return False  # it may be there all the same
         if error.status_code is not None:
             raise translate(error, f"Daytona does not build snapshot {wanted.name}") from error
-        await _again(client, partial(client.sdk.snapshot.delete, wanted.name), wanted.name)
+        await _again(partial(client.sdk.snapshot.delete, wanted.name), wanted.name)
         text = f"Daytona: {error.message.splitlines()[0]}"
         tail = "\n".join(f"    {line}" for line in lines)
         if installing:
@@ -173,7 +176,7 @@ async def _build(client: Client, wanted: CreateSnapshotParams, progress: Progres
         raise ImageError(f"{text}\n{tail}", hint=hint) from error
 
 
-async def _again(client: Client, change: Callable[[], Awaitable[object]], name: str) -> None:
+async def _again(change: Callable[[], Awaitable[object]], name: str) -> None:
     """A change of a snapshot's state; where another process is at it already, that is as good."""
     try:
         await patiently(change)
@@ -345,33 +348,36 @@ async def stored(client: Client) -> list[StoredSnapshot]:
             raise translate(error, "cannot list the snapshots") from error
         for each in listed.items:
             if re.fullmatch(PREFIX + "[0-9a-f]{32}", each.name):
-                created = _unix(each.created_at)
-                used = _unix(each.last_used_at) or created
-                found.append(
-                    StoredSnapshot(
-                        name=each.name,
-                        state=str(each.state.value),
-                        size_gib=float(each.size or 0),
-                        created_at=created,
-                        used_at=used,
-                    )
+                created = unix_time(each.created_at)
+                record = StoredSnapshot(
+                    id=each.id,
+                    tag=each.name,
+                    state=str(each.state.value),
+                    size=int(float(each.size or 0) * 2**30),
+                    created_at=created,
+                    used_at=unix_time(each.last_used_at) or created,
                 )
+                found.append(record)
         if page >= listed.total_pages:
             return sorted(found, key=lambda each: each.used_at)
         page += 1
 
 
-async def prune(client: Client, keep: int, progress: Progress) -> list[StoredSnapshot]:
-    """Remove the least recently used of our snapshots until ``keep`` are left; says which."""
-    found = await stored(client)
-    removed = found[: max(0, len(found) - keep)]
-    for each in removed:
-        await _again(client, partial(client.sdk.snapshot.delete, each.name), each.name)
-        progress(f"removed snapshot {each.name} ({each.size_gib:.1f} GiB)")
+async def prune(client: Client, budget: int, progress: Progress) -> list[StoredSnapshot]:
+    """Remove the least recently used of our snapshots until the rest takes at most ``budget`` bytes; says which."""
+    found, removed = await stored(client), []
+    total = sum(each.size for each in found)
+    for each in found:
+        if total <= budget:
+            break
+        await _again(partial(client.sdk.snapshot.delete, each.tag), each.tag)
+        progress(f"removed snapshot {each.tag} ({each.size / 1e6:.0f} MB)")
+        total -= each.size
+        removed.append(each)
     return removed
 
 
-def _unix(said: object) -> float:
+def unix_time(said: object) -> float:
     try:
         return datetime.fromisoformat(str(said)).timestamp()
     except ValueError:

@@ -5,6 +5,7 @@ A trial costs three calls: create, attach, start. A container that ended removes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -147,17 +148,19 @@ class DockerProvider(Provider):
         return await images.ensure(self.engine, lock, settings, progress)
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
+        facts = await self.engine.facts()
         if not self._following:
-            self._starting = anyio.Semaphore(max(2, (await self.engine.facts()).cpus))
             self._following = True
+            self._starting = anyio.Semaphore(max(2, facts.cpus))
             self._tasks.start_soon(self._ends.follow)
-        deadline = anyio.current_time() + ENGINE_S
+        deadline = math.inf
         while True:
             try:
                 return await self._create(spec)
             except ImageError as error:
                 raise ProviderUnavailable(error.message, hint=error.hint) from error  # so it is for every other one
             except SandboxGone:
+                deadline = min(deadline, anyio.current_time() + ENGINE_S)
                 if anyio.current_time() > deadline:
                     raise
                 await self.engine.back(ENGINE_S)
