@@ -1,7 +1,8 @@
 """What a trial on Daytona costs this machine, on the stand-in service: ``python -m benchmarks.daytona [--trials 500]``.
 
-All trials are in flight at once, each with two model calls of a policy that takes its time, so that it is the harness's own
-part that is measured: memory and CPU time a trial, threads, and how much later than the service allows its guest speaks.
+All trials are in flight at once, each with two model calls of a policy that takes its time, so that it is the harness's
+own part that is measured: memory and CPU time a trial, threads, and how much later than the service allows its guest
+speaks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anyio
+from anyio.abc import ByteStream
 from daytona import AsyncDaytona, CreateSandboxFromSnapshotParams, DaytonaConfig, SessionExecuteRequest
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +30,7 @@ from harness.channel import Guest
 from harness.rollout.lock import resolve
 from harness.sandbox.base import Environment, SandboxSettings, SandboxSpec
 from harness.sandbox.daytona import DaytonaProvider
-from harness.sandbox.daytona.provider import guest_zip
+from harness.sandbox.daytona.sandbox import guest_zip
 from harness.sandbox.owner import this_process
 
 MEMORY_MIB, CPU_MS, OVERHEAD_MS = 1.0, 40.0, 50.0
@@ -81,13 +83,14 @@ async def overheads(environment: Environment, count: int) -> list[float]:
                 settings=SandboxSettings(),
             )
             began = time.monotonic()
-            async with await provider.create(spec) as sandbox:
-                async with Guest(
-                    sandbox.stream, serve=lambda _: anyio.sleep(0), on_log=lambda *_: None, lease_s=60
-                ) as guest:
-                    await guest.hello(30)
-                    found.append(time.monotonic() - began - least)
+            async with await provider.create(spec) as sandbox, _guest(sandbox.stream) as guest:
+                await guest.hello(30)
+                found.append(time.monotonic() - began - least)
     return found
+
+
+def _guest(stream: ByteStream) -> Guest:
+    return Guest(stream, serve=lambda connection: connection.aclose(), on_log=lambda *_: None, lease_s=60)
 
 
 def main() -> None:

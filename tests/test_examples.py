@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,21 +22,19 @@ PROVIDERS = [
 
 
 @pytest.fixture(scope="session", params=["multiply", "shell-agent"])
-def scripted(request: pytest.FixtureRequest) -> object:
+def scripted(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """The example's name and a policy, in a process of its own, that plays its script."""
     name: str = request.param
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.policy", "--script", name], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert process.stdout is not None
-    url = process.stdout.readline().strip()
-    request.addfinalizer(process.wait)
-    request.addfinalizer(process.kill)
-    request.addfinalizer(process.stdout.close)
-    return name, url
+    yield name, process.stdout.readline().strip()
+    process.stdout.close()
+    process.kill()
+    process.wait()
 
 
-@cache
 def rewards_of(name: str, run_dir: str) -> dict[tuple[int, int], float | None]:
     lines = Path(run_dir, "index.jsonl").read_text().splitlines()
     return {(row["row_index"], row["run_index"]): row.get("reward") for row in map(json.loads, lines)}

@@ -58,8 +58,8 @@ def run(
     Each trial gets a sandbox of its own. Results are written as they come: a run that was stopped goes on where it was
     when it is started again under its name.
 
-    **Exit codes**: 0 every trial has a final state (failed ones too) · 1 work is left · 2 something was wrong and nothing
-    was started.
+    **Exit codes**: 0 every trial has a final state (failed ones too) · 1 work is left · 2 something was wrong and
+    nothing was started.
     """
     try:
         secrets = secrets_file if secrets_file is None or secrets_file == "-" else Path(secrets_file)

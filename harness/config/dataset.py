@@ -11,7 +11,6 @@ import csv
 import hashlib
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import chain, islice
@@ -91,7 +90,6 @@ def select_rows(path: Path, rows: str | None = None, limit: int | None = None) -
     :raises DataError: what is wrong with which row, by file, line and field; or nothing is selected.
     """
     spans = _parse_selector(rows) if rows else None
-    starts = [start for start, _ in spans or ()]
     selected: list[Row] = []
     total = 0
     with closing(_read(path)) as raws:
@@ -99,8 +97,7 @@ def select_rows(path: Path, rows: str | None = None, limit: int | None = None) -
             index = total
             total += 1
             if spans is not None:
-                at = bisect_right(starts, index) - 1
-                if at < 0 or index > spans[at][1]:
+                if not any(start <= index <= end for start, end in spans):
                     continue
             elif limit is not None and 0 < limit <= len(selected):
                 continue  # the rest is still counted

@@ -140,15 +140,16 @@ def load[C: ExperimentConfig](cls: type[C], path: Path) -> C:
 
 
 def _env_problems(env: Mapping[str, Any], path: Path) -> list[str]:
-    where = f"[env] of {path}"
-    return [
-        f"Invalid env var name '{name}' in {where}: must match {ENV_NAME.pattern}"
-        if not ENV_NAME.fullmatch(name)
-        else f"'{name}' in {where}: env var names starting with {RESERVED_PREFIX} are reserved by the platform; "
-        "choose a different name."
-        for name in env
-        if not ENV_NAME.fullmatch(name) or name.startswith(RESERVED_PREFIX)
-    ]
+    problems = []
+    for name in env:
+        if not ENV_NAME.fullmatch(name):
+            problems.append(f"Invalid env var name '{name}' in [env] of {path}: must match {ENV_NAME.pattern}")
+        elif name.startswith(RESERVED_PREFIX):
+            problems.append(
+                f"'{name}' in [env] of {path}: env var names starting with {RESERVED_PREFIX} are reserved by the "
+                "platform; choose a different name."
+            )
+    return problems
 
 
 def _table(

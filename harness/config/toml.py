@@ -45,10 +45,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"Invalid TOML in {path}: not UTF-8 (at line {line})") from error
     except tomllib.TOMLDecodeError as error:
-        hint = "The file starts with a byte order mark; save it without one." if data[:3] == b"\xef\xbb\xbf" else ""
-        raise ConfigError(f"Invalid TOML in {path}: {error}", hint=hint) from error
-    except RecursionError as error:
-        raise ConfigError(f"Invalid TOML in {path}: nested too deeply") from error
+        raise ConfigError(f"Invalid TOML in {path}: {error}") from error
 
 
 def refuse(text: str, value: object) -> PydanticCustomError:

@@ -1,7 +1,7 @@
 """Many streams over one: the state machine of the wire, the same at both ends.
 
-It does no I/O of its own. Whoever owns the transport calls ``feed`` with what arrived, and sends what ``take`` returns whenever
-``wake`` was called. Everything runs in one asyncio loop; nothing here needs a lock.
+It does no I/O of its own. Whoever owns the transport calls ``feed`` with what arrived, and sends what ``take``
+returns whenever ``wake`` was called. Everything runs in one asyncio loop; nothing here needs a lock.
 """
 
 from __future__ import annotations

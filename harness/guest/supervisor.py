@@ -1,7 +1,8 @@
 """The first process of a sandbox: takes the code, runs the child, carries its bytes, and reports how it ended.
 
-It has two parts. Until the code is there it reads the channel synchronously, with no event loop, so that the child can be forked from
-a quiet process; from then on it is one asyncio loop. The child is forked, not started, because an interpreter costs 20 ms.
+It has two parts. Until the code is there it reads the channel synchronously, with no event loop, so that the child
+can be forked from a quiet process; from then on it is one asyncio loop. The child is forked, not started, because an
+interpreter costs 20 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The frame codec, shared by both ends: ``type:u8 stream:u32 length:u32 payload``, big-endian, payload at most 64 KiB.
 
-Sans I/O: bytes in, frames out. Each stream has credit: a side may have at most ``WINDOW`` payload bytes under way that the other has
-not consumed; the consumer gives back what it took with ``CREDIT``. Stream 0 (``CONTROL``) has no credit: its messages are few and bounded.
+Sans I/O: bytes in, frames out. Each stream has credit: a side may have at most ``WINDOW`` payload bytes under way
+that the other has not consumed; the consumer gives back what it took with ``CREDIT``. Stream 0 (``CONTROL``) has no
+credit: its messages are few and bounded.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ async def _start(process: Process, options: dict[str, Any], said: IO[bytes]) -> 
             await process.stdin.send(json.dumps(options).encode() + b"\n")
             line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 4096)
         return str(json.loads(line)["url"])
-    except (TimeoutError, anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, OSError) as error:
+    except (anyio.IncompleteRead, anyio.BrokenResourceError, OSError) as error:  # TimeoutError is an OSError
         said.seek(max(0, said.seek(0, os.SEEK_END) - _TAIL))
         text = said.read().decode("utf-8", "replace").strip() or "nothing"
         raise PolicyUnreachable(
@@ -78,9 +78,10 @@ async def _start(process: Process, options: dict[str, Any], said: IO[bytes]) -> 
 
 
 async def _stop(process: Process) -> None:
+    """End it by closing its standard input, for which it waits; else the hard way."""
+    assert process.stdin is not None
     with anyio.CancelScope(shield=True):
-        if process.stdin is not None:
-            await process.stdin.aclose()
+        await process.stdin.aclose()
         with anyio.move_on_after(_STOP_S):
             await process.wait()
         if process.returncode is None:

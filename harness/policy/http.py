@@ -6,22 +6,40 @@ import asyncio
 import errno
 import json
 import socket
+from collections.abc import Callable
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
 
 from harness.errors import PolicyError, PolicyRefused, PolicyUnreachable
+from harness.policy.resolve import Policy
 
+BROKEN = (TimeoutError, aiohttp.ClientError, OSError, ValueError)
+"""What a request raises when there is no answer, or a broken one; ``unreachable`` puts it into words."""
 _EXCERPT = 300
+_SHORTEST_SECRET = 8
+"""Shorter keys ("EMPTY", "none") are placeholders, and replacing them would damage answers."""
 
 
-def request_headers(policy_key: str | None, extra: dict[str, str]) -> dict[str, str]:
+def request_headers(policy: Policy) -> dict[str, str]:
     """Headers of a request to the policy. ``identity``: bytes pass through as the policy wrote them."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "rollout-harness"}
-    if policy_key:
-        headers["Authorization"] = f"Bearer {policy_key}"
-    return headers | extra
+    return headers | ({"Authorization": f"Bearer {policy.key.get_secret_value()}"} if policy.key else {})
+
+
+def scrubber(policy: Policy) -> Callable[[bytes], bytes]:
+    """A function that takes the policy's key out of bytes, also where JSON has escaped it."""
+    key = policy.key.get_secret_value() if policy.key else ""
+    escaped = json.dumps(key)[1:-1]
+    forms = {key.encode(), escaped.encode(), escaped.replace("/", "\\/").encode()}
+
+    def scrub(data: bytes) -> bytes:
+        for form in forms:
+            data = data.replace(form, b"[REDACTED]")
+        return data
+
+    return scrub if len(key) >= _SHORTEST_SECRET else bytes
 
 
 def proxy_of(url: str) -> str | None:
@@ -62,35 +80,31 @@ def unreachable(url: str, error: BaseException) -> PolicyError:
 
 def refused(url: str, model: str, status: int, body: bytes) -> PolicyError:
     """The error for an answer with an error status."""
-    said = excerpt(body)
-    where = f"the policy at {url}"
+    kind: type[PolicyError] = PolicyRefused
     match status:
         case 401 | 403:
-            return PolicyRefused(
-                f"{where} refused the key (HTTP {status}): {said}", hint="Check the key, or --policy-key-env."
-            )
+            what, hint = "refused the key", "Check the key, or --policy-key-env."
         case 404:
-            return PolicyRefused(
-                f"{where} knows no model {model!r}, or nothing at this path (HTTP 404): {said}",
-                hint="Check --model, and whether the URL should end in /v1.",
-            )
+            what = f"knows no model {model!r}, or nothing at this path"
+            hint = "Check --model, and whether the URL should end in /v1."
         case 429:
-            return PolicyUnreachable(f"{where} is rate limited (HTTP 429): {said}", hint="Lower --max-in-flight.")
+            kind, what, hint = PolicyUnreachable, "is rate limited", "Lower --max-in-flight."
         case _ if status >= 500:
-            return PolicyUnreachable(f"{where} failed (HTTP {status}): {said}", hint="Look at the server's own log.")
+            kind, what, hint = PolicyUnreachable, "failed", "Look at the server's own log."
         case _:
-            return PolicyRefused(f"{where} refused the request (HTTP {status}): {said}")
+            what, hint = "refused the request", ""
+    return kind(f"the policy at {url} {what} (HTTP {status}): {_excerpt(body)}", hint=hint)
 
 
 def garbage(url: str, body: bytes) -> PolicyError:
     """The error for a success status with something that is no completion."""
     return PolicyRefused(
-        f"the policy at {url} answered something that is no completion: {excerpt(body)}",
+        f"the policy at {url} answered something that is no completion: {_excerpt(body)}",
         hint="Is this the base URL of an OpenAI-compatible server?",
     )
 
 
-def excerpt(body: bytes) -> str:
+def _excerpt(body: bytes) -> str:
     """An error body's message, or its beginning, on one line."""
     text = body[:65536].decode("utf-8", "replace")
     try:

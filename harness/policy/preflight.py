@@ -7,8 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from harness.errors import PolicyError
-from harness.policy.http import garbage, proxy_of, refused, request_headers, unreachable
+from harness.policy.http import BROKEN, garbage, proxy_of, refused, request_headers, scrubber, unreachable
 from harness.policy.resolve import Policy
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10)
@@ -29,36 +28,27 @@ async def check_policy(policy: Policy) -> None:
     if status == 429:
         return
     if status >= 300:
-        raise refused(policy.base_url, policy.model, status, _scrub(policy, answer))
+        raise refused(policy.base_url, policy.model, status, answer)
     try:
         message = json.loads(answer)["choices"][0]["message"]
     except (ValueError, LookupError, TypeError, RecursionError):
         message = None
     if not isinstance(message, dict):
-        raise garbage(policy.base_url, _scrub(policy, answer))
+        raise garbage(policy.base_url, answer)
 
 
 async def _post(policy: Policy, body: dict[str, Any]) -> tuple[int, bytes]:
-    url = f"{policy.base_url}/chat/completions"
-    headers = request_headers(policy.key.get_secret_value() if policy.key else None, policy.headers)
+    url, headers = f"{policy.base_url}/chat/completions", request_headers(policy)
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT, proxy=proxy_of(url)) as session,
-            session.post(url, data=json.dumps(body).encode(), headers=headers, allow_redirects=False) as response,
+            session.post(url, json=body, headers=headers, allow_redirects=False) as response,
         ):
-            # ``read`` with a bound: a server that never stops must not fill the memory.
-            chunks = bytearray()
+            answer = bytearray()  # bounded: a server that never stops must not fill the memory
             async for chunk in response.content.iter_any():
-                chunks += chunk
-                if len(chunks) > _MAX_BODY:
+                answer += chunk
+                if len(answer) > _MAX_BODY:
                     break
-            return response.status, bytes(chunks)
-    except PolicyError:
-        raise
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            return response.status, scrubber(policy)(bytes(answer))
+    except BROKEN as error:
         raise unreachable(policy.base_url, error) from error
-
-
-def _scrub(policy: Policy, body: bytes) -> bytes:
-    key = policy.key.get_secret_value().encode() if policy.key else b""
-    return body.replace(key, b"[REDACTED]") if len(key) >= 8 else body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -11,7 +12,7 @@ from pydantic_core import to_json
 
 from harness.models import CallRecord, Failure
 from harness.relay.capture import Merger, Tokens, bounded, tokens_of
-from harness.relay.request import ModelCall, load_json
+from harness.relay.request import Refusal, load_json
 from harness.relay.serve import StreamTransport
 from harness.relay.settings import CallLimits, RelaySettings
 from harness.relay.sse import DONE, PING, EventCutter, as_stream, error_event, payloads
@@ -27,49 +28,62 @@ class Call:
     """Asks the policy once for a sandbox, and gives the answer down as faithfully as HTTP allows."""
 
     def __init__(
-        self,
-        index: int,
-        request: web.BaseRequest,
-        call: ModelCall,
-        size: int,
-        upstream: Upstream,
-        settings: RelaySettings,
-        limits: CallLimits,
+        self, request: web.BaseRequest, upstream: Upstream, settings: RelaySettings, limits: CallLimits
     ) -> None:
         assert isinstance(request.transport, StreamTransport)
         self._transport = request.transport
-        self._index, self._request, self._call, self._size = index, request, call, size
-        self._upstream, self._settings, self._limits = upstream, settings, limits
-        self._began = time.monotonic()
-        self._started_at = time.time()
+        self._request, self._upstream, self._settings, self._limits = request, upstream, settings, limits
+        self._began, self._started_at = time.monotonic(), time.time()
+        self._fields: dict[str, Any] | None = None
+        self._body = b""
         self._attempts = 0
         self._first_byte_s: float | None = None
         self._status: int | None = None
         self._merger = Merger()
         self._response: dict[str, Any] | None = None
         self._response_size = 0
-        self._finished = False
         self._complete = False
-        self.error: UpstreamFailure | None = None
+        self._error: str | None = None
+        self.failure: Failure | None = None
+        """The policy's failure, when the sandbox got to see it."""
 
-    async def run(self) -> web.StreamResponse:
-        """Answer the request. Raises only cancellation, and ConnectionError when the sandbox went away."""
-        return await (self._streamed() if self._call.stream else self._plain())
+    def refuse(self, refusal: Refusal) -> None:
+        """Note that the relay will not ask the policy this."""
+        self._status, self._error = refusal.status, refusal.message
+
+    async def run(self, fields: dict[str, Any]) -> web.StreamResponse:
+        """Ask the policy and answer the request.
+
+        :param fields: what the policy is asked.
+        :raises ConnectionError: the sandbox went away.
+        """
+        self._fields, self._body = fields, to_json(fields)
+        return await (self._streamed() if fields.get("stream") else self._plain())
 
     # -- towards the policy
 
     async def _open(self) -> Answer:
+        path = "/chat/completions" if self._request.path.endswith("/chat/completions") else "/completions"
         headers = {name: self._request.headers[name] for name in _FORWARDED if name in self._request.headers}
-        return await self._upstream.open(self._call.chat, self._call.body, headers, self._count)
+        return await self._upstream.open(path, self._body, headers, self._count_attempt)
 
-    def _count(self) -> None:
+    def _count_attempt(self) -> None:
         self._attempts += 1
+
+    def _count(self, data: bytes) -> None:
+        if self._first_byte_s is None:
+            self._first_byte_s = time.monotonic() - self._began
+        self._response_size += len(data)
+        if self._response_size > self._limits.response_bytes:
+            raise self._upstream.too_large(self._limits.response_bytes)
 
     async def _whole(self, answer: Answer) -> tuple[bytes, dict[str, Any]]:
         """A plain answer as bytes and as a completion."""
-        data = await answer.read(self._limits.response_bytes)
-        self._first_byte()
-        self._response_size = len(data)
+        body = bytearray()
+        while piece := await answer.piece():
+            self._count(piece)
+            body += piece
+        data = self._upstream.scrub(bytes(body))
         try:
             value = load_json(data)
         except ValueError:
@@ -78,47 +92,35 @@ class Call:
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
             raise self._upstream.garbage(data)
         self._response = value
-        self._finished = choices[0].get("finish_reason") is not None
         return data, value
 
-    async def _events(self, answer: Answer, down: Downstream | None) -> None:
+    async def _events(self, answer: Answer, down: Downstream) -> None:
         """Read a streamed answer to its end, handing whole events down as they come."""
         cutter = EventCutter()
         while piece := await answer.piece():
-            self._first_byte()
-            self._response_size += len(piece)
-            if self._response_size > self._limits.response_bytes:
-                raise self._upstream.too_large(self._limits.response_bytes)
-            whole = cutter.feed(piece)
-            if whole and await self._pass(whole, answer, down):
+            self._count(piece)
+            if await self._pass(cutter.feed(piece), down):
                 with anyio.move_on_after(_END_S):
                     await answer.piece()
-                break
-        else:
-            await self._pass(cutter.rest(), answer, down, last=True)
-        if not self._finished:
+                return
+        await self._pass(cutter.end(), down)
+        if not self._merger.finished:
             raise self._upstream.unfinished()
 
-    async def _pass(self, whole: bytes, answer: Answer, down: Downstream | None, *, last: bool = False) -> bool:
-        """Merge events and hand them down; says whether the stream is done. The ``last`` may lack its blank line."""
-        whole = self._upstream.scrub(whole)
-        merger, done = self._merger, False
-        for data in payloads(whole):
+    async def _pass(self, events: bytes, down: Downstream) -> bool:
+        """Merge whole events and hand them down; says whether the stream is done."""
+        if not events:
+            return False
+        events = self._upstream.scrub(events)
+        done = False
+        for data in payloads(events):
             done = done or data == DONE
-            if not done and not merger.feed(data) and last:
+            # Nothing goes down that a client could take for a good end when it is none.
+            if (not self._merger.finished) if done else (not self._merger.feed(data)):
                 raise self._upstream.unfinished()
-        if last and whole:
-            whole += b"\n\n"
-        self._finished = merger.finished and merger.error is None
-        if (done or last) and merger.error is None and not merger.finished:
-            raise self._upstream.unfinished()  # before [DONE] goes down, which clients take for a good end
-        if down is not None and whole:
-            await down.send(whole, answer.content_type)
-        if merger.error is not None:
-            failure = self._upstream.said(merger.error)
-            if down is not None:
-                down.told = True
-            raise failure
+            if self._merger.error is not None:
+                raise self._upstream.said(self._merger.error)
+        await down.send(events)
         return done
 
     # -- towards the sandbox
@@ -127,88 +129,66 @@ class Call:
         try:
             answer = await self._open()
             try:
-                if answer.is_stream:  # asked for a plain answer all the same
-                    await self._events(answer, None)
-                    self._response = self._merger.result()
-                    data, kind = to_json(self._response), "application/json"
-                else:
-                    (data, _), kind = await self._whole(answer), answer.content_type
+                data, completion = await self._whole(answer)
             finally:
                 answer.close()
         except UpstreamFailure as failure:
             return await self._fail(failure)
-        response = await self._reply(answer.status, data, {"Content-Type": kind})
-        self._complete = self._finished and not self._transport.unsent
-        return response
+        return await self._reply(answer.status, data, {}, finished=_is_finished(completion))
 
     async def _streamed(self) -> web.StreamResponse:
         down = Downstream(self._request, self._settings)
-        failure: UpstreamFailure | None = None
-        lost: ConnectionError | None = None
+        finished = False
+        problem: UpstreamFailure | ConnectionError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(down.beat)
             try:
-                await self._pump(down)
-            except UpstreamFailure as error:
-                failure = error
-            except ConnectionError as error:
-                lost = error
+                finished = await self._pump(down)
+            except (UpstreamFailure, ConnectionError) as error:
+                problem = error
             finally:
                 self._status = 200 if down.response else None
             tasks.cancel_scope.cancel()
-        if lost is not None:
-            raise lost
-        if failure is not None and down.response is None:
-            return await self._fail(failure)
-        assert down.response is not None
-        if failure is not None:
-            self.error = failure
-            if not down.told:
-                await down.send(error_event(failure.body))
+        if isinstance(problem, ConnectionError):
+            raise problem
+        if down.response is None:
+            assert problem is not None
+            return await self._fail(problem)
+        if problem is not None:
+            self._note(problem)
+            await down.send(error_event(problem.body))
             # No terminating chunk: a client must not take this for the end of an answer.
             self._transport.close()
             return down.response
         await down.response.write_eof()
-        await self._transport.flush()
-        self._complete = self._finished and not self._transport.unsent
+        self._complete = await self._transport.flush() and finished
         return down.response
 
-    async def _pump(self, down: Downstream) -> None:
+    async def _pump(self, down: Downstream) -> bool:
+        """Give the answer down as a stream; says whether it has a finish reason."""
         answer = await self._open()
         try:
             if answer.is_stream:
                 await self._events(answer, down)
-            else:  # some servers ignore "stream"
-                _, completion = await self._whole(answer)
-                await down.send(as_stream(completion))
+                return True
+            _, completion = await self._whole(answer)  # some servers ignore "stream"
+            await down.send(as_stream(completion))
+            return _is_finished(completion)
         finally:
             answer.close()
 
     async def _fail(self, failure: UpstreamFailure) -> web.StreamResponse:
-        self.error = failure
-        headers = failure.headers | {"Content-Type": failure.content_type, "x-should-retry": "false"}
-        return await self._reply(failure.status, failure.body, headers)
-
-    async def _reply(self, status: int, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
-        response = web.Response(status=status, body=body, headers=headers)
-        await response.prepare(self._request)
-        self._status = status
-        await response.write_eof()
-        await self._transport.flush()
+        headers = {"Content-Type": failure.content_type, "x-should-retry": "false"}
+        if failure.retry_after is not None:
+            headers["Retry-After"] = f"{failure.retry_after:.0f}"
+        response = await self._reply(failure.status, failure.body, headers, finished=False)
+        self._note(failure)
         return response
 
-    # -- what is left
-
-    def _first_byte(self) -> None:
-        if self._first_byte_s is None:
-            self._first_byte_s = time.monotonic() - self._began
-
-    def failure(self) -> Failure | None:
-        """The policy's failure, when the sandbox got to see it."""
-        if self.error is None or self._status is None:
-            return None
-        error = self.error.error
-        return Failure(
+    def _note(self, failure: UpstreamFailure) -> None:
+        error = failure.error
+        self._error = error.message
+        self.failure = Failure(
             party=error.party,
             category=error.category,
             kind=type(error).__name__,
@@ -216,38 +196,42 @@ class Call:
             retryable=error.retryable,
         )
 
+    async def _reply(self, status: int, body: bytes, headers: dict[str, str], *, finished: bool) -> web.StreamResponse:
+        response = web.Response(status=status, body=body, headers={"Content-Type": "application/json"} | headers)
+        await response.prepare(self._request)
+        self._status = status
+        await response.write_eof()
+        self._complete = await self._transport.flush() and finished
+        return response
+
+    # -- what is left
+
     def tokens(self) -> Tokens:
         if self._response is None:
             self._response = self._merger.result()
         return tokens_of(self._response)
 
-    def record(self, tokens: Tokens) -> CallRecord:
+    def record(self, index: int, tokens: Tokens) -> CallRecord:
         limit = self._settings.record_bytes
-        request, cut = bounded(self._call.fields, self._size, limit)
+        request, cut = bounded(self._fields, len(self._body), limit)
         response, response_cut = bounded(self._response, self._response_size, limit)
-        error = self.error.error.message if self.error else None
-        if error is None and not self._complete and self._status is None:
-            error = "the sandbox went away before the answer"
+        gone = "the sandbox went away before the answer" if self._status is None else None
+        retries = self._request.headers.get("x-stainless-retry-count", "")
         return CallRecord(
-            index=self._index,
+            index=index,
             attempt=self._attempts,
-            client_retry=client_retry(self._request),
-            path=path_of(self._request),
-            stream=self._call.stream,
+            client_retry=int(retries) if retries.isdecimal() and len(retries) < 6 else 0,
+            path=self._request.path[:256],
+            stream=bool(self._fields and self._fields.get("stream")),
             request=request,
             status=self._status,
             response=response,
-            error=error,
+            error=self._error or gone,
             complete=self._complete,
             started_at=self._started_at,
             first_byte_s=self._first_byte_s,
             duration_s=time.monotonic() - self._began,
-            prompt_tokens=tokens.prompt,
-            completion_tokens=tokens.completion,
-            prompt_token_ids=tokens.prompt_ids,
-            completion_token_ids=tokens.completion_ids,
-            logprobs=tokens.logprobs,
-            tokens_complete=tokens.complete,
+            **tokens._asdict(),
             truncated=cut or response_cut,
         )
 
@@ -260,45 +244,28 @@ class Downstream:
         self._last = anyio.current_time()
         self.response: web.StreamResponse | None = None
         """Null until the first byte: up to then the policy's true status can still go down."""
-        self.told = False
-        """Whether the sandbox has been sent the policy's own error event."""
 
-    async def send(self, data: bytes, content_type: str = "text/event-stream") -> None:
+    async def send(self, events: bytes) -> None:
         """Send whole events.
 
         :raises ConnectionError: the sandbox went away.
         """
         if self.response is None:
-            headers = {"Content-Type": content_type, "Cache-Control": "no-cache, no-transform"}
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache, no-transform"}
             self.response = web.StreamResponse(headers=headers)
             self.response.enable_chunked_encoding()
             await self.response.prepare(self._request)
         self._last = anyio.current_time()
-        await self.response.write(data)
+        await self.response.write(events)
 
     async def beat(self) -> None:
-        """Send a comment whenever nothing was sent for a while, until cancelled."""
-        settings = self._settings
-        while True:
-            due = self._last + (settings.bootstrap_s if self.response is None else settings.heartbeat_s)
-            await anyio.sleep_until(due)
-            quiet = settings.bootstrap_s if self.response is None else settings.heartbeat_s
-            if anyio.current_time() - self._last < quiet:
-                continue
-            if self._request.protocol.writing_paused:  # it has enough to read
-                self._last = anyio.current_time()
-                continue
-            try:
-                await self.send(PING)
-            except ConnectionError:
-                return
+        """Send a comment whenever nothing was sent for a while, until cancelled or the sandbox went away."""
+        with suppress(ConnectionError):
+            while True:
+                quiet_s = self._settings.bootstrap_s if self.response is None else self._settings.heartbeat_s
+                rest = self._last + quiet_s - anyio.current_time()
+                await (anyio.sleep(rest) if rest > 0 else self.send(PING))
 
 
-def path_of(request: web.BaseRequest) -> str:
-    return request.path[:256]
-
-
-def client_retry(request: web.BaseRequest) -> int:
-    """How often the client says it has tried this before."""
-    value = request.headers.get("x-stainless-retry-count", "")
-    return int(value) if value.isdecimal() and value.isascii() and len(value) < 6 else 0
+def _is_finished(completion: dict[str, Any]) -> bool:
+    return completion["choices"][0].get("finish_reason") is not None

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, NamedTuple
 
 from harness.relay.request import load_json
+
+_FOLD = 1000
+_ADDED_UP = ("delta", "text", "token_ids", "logprobs")
+"""What grows from chunk to chunk of a choice. Of anything else, the last value counts."""
+_REPEATED = ("role", "id", "type", "index")
+"""Within these, texts that some servers send again with every chunk."""
 
 
 class Merger:
@@ -13,14 +20,14 @@ class Merger:
 
     def __init__(self) -> None:
         self._top: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._choices: dict[int, list[dict[str, Any]]] = {}
         self.finished = False
         """Whether the finish reason has come."""
         self.error: bytes | None = None
         """The event in which the policy said that it failed."""
 
     def feed(self, data: bytes) -> bool:
-        """Take the data of one event; says whether it was a whole JSON object. What is none is passed over."""
+        """Take the data of one event; says whether it was a whole JSON object."""
         try:
             chunk = load_json(data)
         except ValueError:
@@ -31,30 +38,19 @@ class Merger:
             self.error = data
             return True
         choices = chunk.pop("choices", None)
-        for key, value in chunk.items():
-            if value is not None or key not in self._top:
-                self._top[key] = value
+        self._top |= {key: value for key, value in chunk.items() if value is not None or key not in self._top}
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
-                self._merge_choice(choice)
+                self._add(choice)
         return True
 
-    def _merge_choice(self, choice: dict[str, Any]) -> None:
+    def _add(self, choice: dict[str, Any]) -> None:
         index = choice.get("index")
-        index = index if isinstance(index, int) else 0
-        merged = self._choices.setdefault(index, {"index": index, "finish_reason": None})
-        for key, value in choice.items():
-            if key == "delta":
-                if isinstance(value, dict):
-                    _merge_delta(merged.setdefault("message", {"role": "assistant", "content": None}), value)
-            elif key == "logprobs" and isinstance(value, dict):
-                _extend(merged.setdefault("logprobs", {}), value)
-            elif key in ("token_ids", "text"):
-                _extend(merged, {key: value})
-            elif value is not None:
-                merged[key] = value
-        if merged["finish_reason"] is not None:
-            self.finished = True
+        parts = self._choices.setdefault(index if isinstance(index, int) else 0, [])
+        parts.append(choice)
+        if len(parts) >= _FOLD:  # chunks take far more memory than what they say
+            parts[:] = [_merged_choice(parts)]
+        self.finished = self.finished or choice.get("finish_reason") is not None
 
     def result(self) -> dict[str, Any] | None:
         """The completion so far; null when nothing came."""
@@ -63,85 +59,69 @@ class Merger:
         top = dict(self._top)
         if top.get("object") == "chat.completion.chunk":
             top["object"] = "chat.completion"
-        return top | {"choices": [_finished(self._choices[index]) for index in sorted(self._choices)]}
+        return top | {"choices": [_finished(index, parts) for index, parts in sorted(self._choices.items())]}
 
 
-def _finished(choice: dict[str, Any]) -> dict[str, Any]:
-    choice = _joined(choice)
-    calls = choice.get("message", {}).get("tool_calls")
-    if isinstance(calls, list):
-        choice["message"]["tool_calls"] = [_joined({k: v for k, v in call.items() if k != "index"}) for call in calls]
+def _finished(index: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "finish_reason": None} | _merged_choice(parts)
+    delta = choice.pop("delta", None)
+    if isinstance(delta, dict):
+        choice["message"] = message = {"role": "assistant", "content": None, **delta}
+        if "tool_calls" in delta:
+            calls = map(_object, _list(delta["tool_calls"]))
+            message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
     return choice
 
 
-def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    for key, value in delta.items():
-        if key == "role":
-            message["role"] = value or message["role"]
-        elif key == "tool_calls" and isinstance(value, list):
-            calls = message.setdefault("tool_calls", [])
-            for part in value:
-                if isinstance(part, dict):
-                    _merge_tool_call(calls, part)
+def _merged_choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    last = {key: value for part in parts for key, value in part.items() if value is not None}
+    return last | _added_up([{key: part[key] for key in _ADDED_UP if key in part} for part in parts])
+
+
+def _added_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One object of many: texts and lists are joined, objects added up too, of anything else the last one counts."""
+    total: dict[str, Any] = {}
+    for key in dict.fromkeys(chain.from_iterable(parts)):
+        values = [part[key] for part in parts if part.get(key) is not None]
+        if key == "tool_calls":
+            total[key] = _tool_calls([call for value in values if isinstance(value, list) for call in value])
+        elif not values:
+            continue
+        elif key in _REPEATED:
+            total[key] = values[-1]
+        elif all(isinstance(value, str) for value in values):
+            total[key] = "".join(values)
+        elif all(isinstance(value, list) for value in values):
+            total[key] = list(chain.from_iterable(values))
+        elif all(isinstance(value, dict) for value in values):
+            total[key] = _added_up(values)
         else:
-            _extend(message, {key: value})
+            total[key] = values[-1]
+    return total
 
 
-def _merge_tool_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
-    index = part.get("index")
-    if not isinstance(index, int):  # some servers send whole calls without an index
-        known = next((i for i, call in enumerate(calls) if call.get("id") == part.get("id")), None)
-        index = known if known is not None else len(calls) if part.get("id") or not calls else len(calls) - 1
-    call = next((call for call in calls if call["index"] == index), None)
-    if call is None:
-        call = {"index": index, "id": None, "type": "function", "function": {}}
-        calls.append(call)
-    call["id"] = call["id"] or part.get("id")
-    call["type"] = part.get("type") or call["type"]
-    function = part.get("function")
-    if isinstance(function, dict):
-        _extend(call["function"], function)
-
-
-class _Pieces(list[str]):
-    """A growing text: joined once, because adding strings to strings is quadratic in the length of the answer."""
-
-
-def _extend(target: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add text to text and lists to lists; anything else replaces, null never does."""
-    for key, value in more.items():
-        have = target.get(key)
-        if isinstance(value, str):
-            if isinstance(have, _Pieces):
-                have.append(value)
-            else:
-                target[key] = _Pieces([value])
-        elif isinstance(value, list) and isinstance(have, list) and not isinstance(have, _Pieces):
-            have.extend(value)
-        elif value is not None or key not in target:
-            target[key] = value
-
-
-def _joined(value: Any) -> Any:
-    if isinstance(value, _Pieces):
-        return "".join(value)
-    if isinstance(value, dict):
-        return {key: _joined(item) for key, item in value.items()}
-    return value
+def _tool_calls(parts: list[Any]) -> list[dict[str, Any]]:
+    calls: dict[object, list[dict[str, Any]]] = {}
+    current: object = None
+    for part in parts:
+        if isinstance(part, dict):
+            # Some servers send no index: there a new id begins a new call.
+            own = (part.get("index"), part.get("id"))
+            current = next((mark for mark in own if isinstance(mark, int | str)), current)
+            calls.setdefault(current, []).append(part)
+    return [_added_up(call) for call in calls.values()]
 
 
 class Tokens(NamedTuple):
     """Token counts and, where the policy gave them, ids and log-probabilities of the completion."""
 
-    prompt: int | None = None
-    completion: int | None = None
-    prompt_ids: list[int] | None = None
-    completion_ids: list[int] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
     logprobs: list[float] | None = None
-
-    @property
-    def complete(self) -> bool:
-        return self.completion_ids is not None and len(self.completion_ids) == self.completion
+    tokens_complete: bool = False
+    """Whether the ids are there and as many as the usage says."""
 
 
 def tokens_of(response: dict[str, Any] | None) -> Tokens:
@@ -151,57 +131,50 @@ def tokens_of(response: dict[str, Any] | None) -> Tokens:
     SGLang: ``choices[].meta_info.output_token_logprobs`` (log-probability, id, text) and ``output_ids``; llama.cpp:
     ``id`` in each entry of ``logprobs.content``.
     """
-    if not response:
-        return Tokens()
-    usage = response.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    choices = response.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    logprobs, logprob_ids = _logprobs(choice.get("logprobs"))
-    meta = choice.get("meta_info")
-    if isinstance(meta, dict):
-        entries = meta.get("output_token_logprobs")
-        if isinstance(entries, list) and all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
-            logprobs, logprob_ids = _floats([e[0] for e in entries]), _ints([e[1] for e in entries])
-        logprob_ids = _ints(meta.get("output_ids")) or logprob_ids
+    response = _object(response)
+    choice = _object(next(iter(_list(response.get("choices"))), None))
+    usage, meta = _object(response.get("usage")), _object(choice.get("meta_info"))
+    logprobs = _object(choice.get("logprobs"))
+    entries = [_object(entry) for entry in _list(logprobs.get("content"))]
+    pairs = [_list(entry) for entry in _list(meta.get("output_token_logprobs"))]
+    if pairs:
+        found, ids = [pair[0] if pair else None for pair in pairs], [pair[1] if pair[1:] else None for pair in pairs]
+    else:
+        found, ids = [entry.get("logprob") for entry in entries], [_entry_id(entry) for entry in entries]
+    completion_ids = _ints(choice.get("token_ids")) or _ints(meta.get("output_ids")) or _ints(ids)
+    completion_tokens = _count(usage.get("completion_tokens"))
     return Tokens(
-        prompt=_count(usage.get("prompt_tokens")),
-        completion=_count(usage.get("completion_tokens")),
-        prompt_ids=_ints(response.get("prompt_token_ids")) or _ints(choice.get("prompt_token_ids")),
-        completion_ids=_ints(choice.get("token_ids")) or logprob_ids,
-        logprobs=logprobs,
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=completion_tokens,
+        prompt_token_ids=_ints(response.get("prompt_token_ids")) or _ints(choice.get("prompt_token_ids")),
+        completion_token_ids=completion_ids,
+        logprobs=_floats(found or logprobs.get("token_logprobs")),
+        tokens_complete=completion_ids is not None and len(completion_ids) == completion_tokens,
     )
 
 
-def _logprobs(value: Any) -> tuple[list[float] | None, list[int] | None]:
-    if not isinstance(value, dict):
-        return None, None
-    content = value.get("content")
-    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        return _floats(value.get("token_logprobs")), None
-    ids = [_entry_id(entry) for entry in content]
-    return _floats([entry.get("logprob") for entry in content]), _ints(ids)
-
-
 def _entry_id(entry: dict[str, Any]) -> Any:
-    token = entry.get("token")
-    if isinstance(token, str) and token.startswith("token_id:") and token[9:].isdecimal():
-        return int(token[9:])
-    return entry.get("id")
+    token = str(entry.get("token"))
+    return int(token[9:]) if token.startswith("token_id:") and token[9:].isdecimal() else entry.get("id")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _ints(value: Any) -> list[int] | None:
-    if not isinstance(value, list) or not value or not all(type(item) is int and item >= 0 for item in value):
-        return None
-    return value
+    items = _list(value)
+    return items if items and all(type(item) is int and item >= 0 for item in items) else None
 
 
 def _floats(value: Any) -> list[float] | None:
-    if not isinstance(value, list) or not value:
-        return None
-    if not all(type(item) in (int, float) and math.isfinite(item) for item in value):
-        return None
-    return [float(item) for item in value]
+    items = _list(value)
+    good = items and all(type(item) in (int, float) and math.isfinite(item) for item in items)
+    return [float(item) for item in items] if good else None
 
 
 def _count(value: Any) -> int | None:

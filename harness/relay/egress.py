@@ -52,9 +52,6 @@ class EgressRecord(Record):
     duration_s: float
 
 
-Recorder = Callable[[EgressRecord], None]
-
-
 class Rules:
     """What a sandbox may reach.
 
@@ -62,35 +59,19 @@ class Rules:
     """
 
     def __init__(self, allow: tuple[str, ...]) -> None:
-        self._names: set[tuple[str, int]] = set()
-        self._addresses: set[tuple[Address, int]] = set()
+        self._listed: set[tuple[str | Address, int]] = set()
         for pattern in allow:
             host, port = _split(pattern)
-            address = _address(host)
-            if address is not None:
-                self._addresses.add((address, port))
-            elif _NAME.fullmatch(host):
-                self._names.add((host, port))
-            else:
-                raise ConfigError(
-                    f"allowed host {pattern!r} is neither a host name nor an address",
-                    hint='Write "files.example.com", "files.example.com:8443" or "*.example.org".',
-                )
-
-    def __bool__(self) -> bool:
-        return bool(self._names or self._addresses)
+            self._listed.add((_address(host) or host, port))
 
     def allows(self, host: str, port: int) -> bool:
         """Whether the host is listed, as a name or as an address."""
-        address = _address(host)
-        if address is not None:
-            return (address, port) in self._addresses
-        parents = (host[i:] for i, letter in enumerate(host) if letter == ".")
-        return (host, port) in self._names or any((f"*{parent}", port) in self._names for parent in parents)
+        parents = (f"*{host[i:]}" for i, letter in enumerate(host) if letter == ".")
+        return any((name, port) in self._listed for name in (_address(host) or host, *parents))
 
     def may_connect(self, address: Address, port: int) -> bool:
         """Whether a resolved address is public, or listed itself."""
-        return (address, port) in self._addresses or _is_public(address)
+        return (address, port) in self._listed or _is_public(address)
 
 
 def is_connect(first: bytes) -> bool:
@@ -98,12 +79,25 @@ def is_connect(first: bytes) -> bool:
     return first[: len(_METHOD)] == _METHOD[: len(first)]
 
 
-async def serve_connect(stream: ByteStream, first: bytes, rules: Rules, on_record: Recorder) -> None:
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def serve_connect(
+    stream: ByteStream, first: bytes, rules: Rules, on_record: Callable[[EgressRecord], None]
+) -> None:
     """Answer one CONNECT and carry its bytes until both sides are done."""
     tunnel = _Tunnel(stream, rules)
     began, started_at = time.monotonic(), time.time()
     try:
         await tunnel.run(first)
+    except _Refused as refused:
+        tunnel.status, tunnel.error = refused.status, str(refused)
+        await _refuse(stream, refused)
+    except GONE:
+        pass
     finally:
         on_record(
             EgressRecord(
@@ -120,44 +114,52 @@ async def serve_connect(stream: ByteStream, first: bytes, rules: Rules, on_recor
         )
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+async def _refuse(stream: ByteStream, refused: _Refused) -> None:
+    body = error_body(refused.status, "egress_refused", str(refused))
+    head = f"HTTP/1.1 {refused.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with suppress(*GONE), anyio.move_on_after(_HEAD_S):
+        await stream.send(head.encode() + b"Connection: close\r\n\r\n" + body)
 
 
 class _Tunnel:
     def __init__(self, stream: ByteStream, rules: Rules) -> None:
         self._stream, self._rules = stream, rules
-        self.host, self.port, self.address = "", 0, None
-        self.status, self.error = 499, None  # 499: the sandbox went away first
+        self.host, self.port = "", 0
+        self.address: str | None = None
+        self.status = 499  # the sandbox went away first
+        self.error: str | None = None
         self.sent = self.received = 0
 
-    host: str
-    address: str | None
-    error: str | None
-
     async def run(self, first: bytes) -> None:
+        rest = await self._read_head(first)
+        async with await self._connect() as remote:
+            self.status = 200
+            await self._stream.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send, remote, rest, tasks.cancel_scope)
+                with suppress(*GONE):
+                    while data := await remote.receive():
+                        self.received += len(data)
+                        await self._stream.send(data)
+                tasks.cancel_scope.cancel()
+
+    async def _send(self, remote: SocketStream, data: bytes, tunnel: anyio.CancelScope) -> None:
         try:
-            rest = await self._read_head(first)
-            remote = await self._connect()
-        except _Refused as refused:
-            self.status, self.error = refused.status, str(refused)
-            await self._refuse(refused)
-            return
+            while True:
+                await remote.send(data)
+                self.sent += len(data)
+                data = await self._stream.receive()
+        except anyio.EndOfStream:
+            # The sandbox has sent all it will; the answer may still come, but not for ever.
+            with suppress(*GONE):
+                await remote.send_eof()
+            await anyio.sleep(_HALF_OPEN_S)
         except GONE:
-            return
-        self.status = 200
-        async with remote:
-            try:
-                await self._stream.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                if rest:
-                    await self._send_out(remote, rest)
-            except GONE:
-                return
-            await self._carry(remote)
+            pass
+        tunnel.cancel()
 
     async def _read_head(self, data: bytes) -> bytes:
+        """Find out where to; gives back what came after the head."""
         with anyio.move_on_after(_HEAD_S) as waiting:
             while b"\r\n\r\n" not in data:
                 if len(data) > _MAX_HEAD:
@@ -169,8 +171,7 @@ class _Tunnel:
         match = _TARGET.fullmatch(head.split(b"\r\n", 1)[0])
         if match is None or not 0 < int(match[2]) < 65536:
             raise _Refused(400, "CONNECT needs a host and a port")
-        self.host = match[1].decode("ascii").strip("[]").lower().rstrip(".")
-        self.port = int(match[2])
+        self.host, self.port = match[1].decode("ascii").strip("[]").lower().rstrip("."), int(match[2])
         return rest
 
     async def _connect(self) -> SocketStream:
@@ -184,66 +185,27 @@ class _Tunnel:
         try:
             with anyio.fail_after(_CONNECT_S):
                 found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise _Refused(502, f"{host} cannot be resolved: {error}") from None
         except TimeoutError:
             raise _Refused(504, f"{host} cannot be resolved in time") from None
+        except (OSError, UnicodeError) as error:
+            raise _Refused(502, f"{host} cannot be resolved: {error}") from None
         addresses = list(dict.fromkeys(ipaddress.ip_address(entry[4][0]) for entry in found))
         usable = [address for address in addresses if self._rules.may_connect(address, port)]
         if not usable:
-            first = addresses[0] if addresses else "nothing"
-            listed = f"[{first}]:{port}" if isinstance(first, ipaddress.IPv6Address) else f"{first}:{port}"
+            first = addresses[0]
+            listed = f"[{first}]:{port}" if first.version == 6 else f"{first}:{port}"
             raise _Refused(403, f'{host} resolves to {first}, which is not public. To allow it, add "{listed}" as well')
-        reason: object = "no address"
+        reason = ""
         for address in usable:
             try:
                 with anyio.fail_after(_CONNECT_S):
                     remote = await anyio.connect_tcp(str(address), port)
             except (OSError, TimeoutError) as error:
-                reason = error.__cause__ or error or type(error).__name__
+                reason = str(error.__cause__ or error) or "timed out"
                 continue
             self.address = str(address)
             return remote
         raise _Refused(502, f"{host}:{port} cannot be reached: {reason}")
-
-    async def _refuse(self, refused: _Refused) -> None:
-        body = error_body(refused.status, "egress_refused", str(refused))
-        head = f"HTTP/1.1 {refused.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        try:
-            with anyio.move_on_after(_HEAD_S):
-                await self._stream.send(head.encode() + b"Connection: close\r\n\r\n" + body)
-        except GONE:
-            pass
-
-    async def _send_out(self, remote: SocketStream, data: bytes) -> None:
-        await remote.send(data)
-        self.sent += len(data)
-
-    async def _carry(self, remote: SocketStream) -> None:
-        async with anyio.create_task_group() as tasks:
-
-            async def outward() -> None:
-                try:
-                    while True:
-                        await self._send_out(remote, await self._stream.receive())
-                except anyio.EndOfStream:
-                    # The sandbox has sent all it will; the answer may still come, but not for ever.
-                    with suppress(*GONE):
-                        await remote.send_eof()
-                    await anyio.sleep(_HALF_OPEN_S)
-                except GONE:
-                    pass
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(outward)
-            try:
-                while True:
-                    data = await remote.receive()
-                    self.received += len(data)
-                    await self._stream.send(data)
-            except GONE:
-                pass
-            tasks.cancel_scope.cancel()
 
 
 def _split(pattern: str) -> tuple[str, int]:
@@ -255,7 +217,13 @@ def _split(pattern: str) -> tuple[str, int]:
         host, port = host.split(":")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"allowed host {pattern!r} has no valid port")
-    return host.rstrip("."), int(port)
+    host = host.rstrip(".")
+    if _address(host) is None and not _NAME.fullmatch(host):
+        raise ConfigError(
+            f"allowed host {pattern!r} is neither a host name nor an address",
+            hint='Write "files.example.com", "files.example.com:8443" or "*.example.org".',
+        )
+    return host, int(port)
 
 
 def _address(host: str) -> Address | None:
@@ -265,12 +233,13 @@ def _address(host: str) -> Address | None:
         return None
 
 
-_TRANSLATED = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_ROUTED = ipaddress.ip_network("2000::/3")
 
 
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if inner is not None or any(address in network for network in _TRANSLATED):
-            return inner is not None and address.ipv4_mapped is not None and _is_public(inner)
+        if address.ipv4_mapped is not None:
+            return _is_public(address.ipv4_mapped)
+        if address not in _ROUTED or address.sixtofour is not None or address.teredo is not None:
+            return False  # what translators and tunnels make of an address cannot be judged
     return address.is_global and not address.is_multicast and not address.is_reserved

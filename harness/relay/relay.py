@@ -7,20 +7,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Self
 
 import anyio
 from aiohttp import web
-from aiohttp.http_parser import RawRequestMessage
 from anyio.abc import ByteStream
 
 from harness.models import CallRecord, Failure, Usage
 from harness.policy.resolve import Policy
-from harness.relay.call import Call, client_retry, path_of
+from harness.relay.call import Call
 from harness.relay.capture import Tokens
 from harness.relay.egress import EgressRecord, Rules, is_connect, serve_connect
-from harness.relay.request import Refusal, parse_call
+from harness.relay.request import Refusal, error_body, parse_call
 from harness.relay.serve import GONE, HttpConnection, StreamTransport
 from harness.relay.settings import CallLimits, RelaySettings
 from harness.relay.upstream import Upstream
@@ -31,7 +29,6 @@ _SETTLE_S = 5.0
 """How long a cancelled call may take to write its record."""
 _MAX_REFUSALS = 100
 """Refused calls that are recorded; a sandbox could make any number of them."""
-_NO_SAMPLING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Relay:
@@ -44,15 +41,10 @@ class Relay:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        settings: RelaySettings | None = None,
-        *,
-        sampling: Mapping[str, Any] = _NO_SAMPLING,
+        self, policy: Policy, settings: RelaySettings | None = None, *, sampling: Mapping[str, Any] | None = None
     ) -> None:
-        self.policy = policy
         self.settings = settings or RelaySettings()
-        self.sampling = dict(sampling)
+        self.sampling = dict(sampling or {})
         self.upstream = Upstream(policy, self.settings)
 
     async def __aenter__(self) -> Self:
@@ -62,60 +54,47 @@ class Relay:
     async def __aexit__(self, *error: object) -> None:
         await self.upstream.__aexit__(*error)
 
-    def admit(
-        self,
-        *,
-        on_call: Callable[[CallRecord], None],
-        allow: tuple[str, ...] = (),
-        limits: CallLimits | None = None,
-        on_egress: Callable[[EgressRecord], None] | None = None,
-    ) -> Lease:
-        """Give one sandbox the right to call the policy.
-
-        :param on_call: takes the record of each call when the call is over, which for concurrent calls is not the order
-            of ``index``. Called from the event loop; must neither block nor raise.
-        :param allow: hosts that the sandbox may reach through ``CONNECT``, see ``harness.relay.egress``.
-        :param on_egress: takes the record of each such attempt.
-        :raises ConfigError: ``allow`` holds something that is no host.
-        """
-        return Lease(self, on_call, Rules(allow), limits or CallLimits(), on_egress)
-
 
 class Lease:
-    """One sandbox's right to call the policy, until it is revoked."""
+    """One sandbox's right to call the policy, until it is revoked.
+
+    :param on_call: takes the record of each call when the call is over, which for concurrent calls is not the order
+        of ``index``. Called from the event loop; must neither block nor raise.
+    :param on_egress: takes the record of each attempt to reach an allowed host.
+    :param allow: hosts that the sandbox may reach through ``CONNECT``, see ``harness.relay.egress``.
+    :raises ConfigError: ``allow`` holds something that is no host.
+    """
 
     def __init__(
         self,
         relay: Relay,
+        *,
         on_call: Callable[[CallRecord], None],
-        rules: Rules,
-        limits: CallLimits,
-        on_egress: Callable[[EgressRecord], None] | None,
+        on_egress: Callable[[EgressRecord], None],
+        allow: tuple[str, ...] = (),
+        limits: CallLimits | None = None,
     ) -> None:
         self.token = secrets.token_urlsafe(32)
-        self.failure: Failure | None = None
-        """The last failure of the policy that reached the sandbox."""
-        self._relay, self._limits, self._rules = relay, limits, rules
+        self.failure: Failure | None
+        """How the policy failed the call that ended last; null if it did not."""
+        self._relay, self._limits, self._rules = relay, limits or CallLimits(), Rules(allow)
         self._upstream = relay.upstream
         self._on_call, self._on_egress = on_call, on_egress
-        self._bearer = f"Bearer {self.token}".encode()
-        self._server = web.Server(self._handle, request_factory=self._make_request, handler_cancellation=True)
+        self._server = web.Server(self._handle, handler_cancellation=True)
         self._connections: set[anyio.CancelScope] = set()
         self._ended = anyio.Event()
         self._revoked = False
-        self._calls = self._failed = self._prompt = self._completion = 0
-        self._index = self._refused = self._open = 0
-        self._open_since = self._policy_s = 0.0
+        self._open = 0
+        self._open_since = 0.0
+        self.restart()
 
-    @property
-    def usage(self) -> Usage:
+    def restart(self) -> None:
+        """Forget the calls so far: they were a check, and no trial's."""
+        self.failure = None
+        self.usage = Usage()
         """What the calls that are over have used."""
-        return Usage(
-            calls=self._calls,
-            failed_calls=self._failed,
-            prompt_tokens=self._prompt,
-            completion_tokens=self._completion,
-        )
+        self._index = self._refused = 0
+        self._policy_s = 0.0
 
     @property
     def policy_s(self) -> float:
@@ -132,19 +111,14 @@ class Lease:
         Never raises for anything that the peer or the policy does.
         """
         scope = anyio.CancelScope()
-        if len(self._connections) >= self._limits.connections:
-            await anyio.aclose_forcefully(stream)
-            return
-        self._connections.add(scope)
         try:
-            with scope:
-                await self._serve(stream)
+            if len(self._connections) < self._limits.connections:
+                self._connections.add(scope)
+                with scope:
+                    await self._serve(stream)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(_SETTLE_S):
-                if scope.cancel_called:
-                    await anyio.aclose_forcefully(stream)
-                else:
-                    await stream.aclose()
+                await stream.aclose()
             self._connections.discard(scope)
             if not self._connections:
                 self._ended.set()
@@ -168,27 +142,14 @@ class Lease:
             return
         if is_connect(first):
             if not self._revoked:
-                await serve_connect(stream, first, self._rules, self._egress)
+                await serve_connect(stream, first, self._rules, self._on_egress)
             return
         connection = HttpConnection(self._server)
         try:
             await StreamTransport(stream, connection).run(first)
         finally:
-            if connection.idle is not None:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(_SETTLE_S):
-                    await connection.idle.wait()
-
-    def _egress(self, record: EgressRecord) -> None:
-        log.info("egress %s", record.model_dump_json())
-        if self._on_egress is not None:
-            self._on_egress(record)
-
-    def _make_request(
-        self, message: RawRequestMessage, payload: Any, protocol: web.RequestHandler, writer: Any, task: Any
-    ) -> web.BaseRequest:
-        size = self._limits.request_bytes
-        loop = task.get_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_SETTLE_S):
+                await connection.idle.wait()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -197,9 +158,10 @@ class Lease:
         try:
             return await self._answer(request)
         except Refusal as refusal:
+            body = error_body(refusal.status, refusal.code, refusal.message)
             headers = {"x-should-retry": "false", "Content-Type": "application/json"}
-            response = web.Response(status=refusal.status, body=refusal.body(), headers=headers)
-            if refusal.status in (401, 413, 505):
+            response = web.Response(status=refusal.status, body=body, headers=headers)
+            if refusal.status in (401, 408, 413, 505):
                 response.force_close()
             return response
         except ConnectionError:  # the sandbox went away
@@ -212,115 +174,83 @@ class Lease:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if self._revoked or not hmac.compare_digest(given, self._bearer):
+        if self._revoked or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise Refusal(401, "invalid_api_key", "This token is not valid here, or its trial has ended")
         if not self._upstream.policy.base_url:
             raise Refusal(503, "no_policy", "No model answers here: none was given, or the trial has not begun")
         if request.version < (1, 1):  # without chunks, a cut answer could not be told from a whole one
             raise Refusal(505, "http_version", "HTTP/1.1 is required")
-        path = request.path
-        if request.method == "POST" and path.endswith("/completions"):
-            return await self._complete(request, chat=path.endswith("/chat/completions"))
-        if request.method == "GET" and path.endswith("/models"):
-            return self._models()
+        if request.method == "POST" and request.path.endswith("/completions"):
+            return await self._complete(request)
+        if request.method == "GET" and request.path.endswith("/models"):
+            model = {"id": self._upstream.policy.model, "object": "model", "created": 0, "owned_by": "policy"}
+            return web.json_response({"object": "list", "data": [model]})
         raise Refusal(
             404,
             "not_found",
-            f"{request.method} {path_of(request)} is not served here. "
+            f"{request.method} {request.path[:256]} is not served here. "
             "There is POST …/chat/completions, POST …/completions and GET …/models",
         )
 
-    def _models(self) -> web.StreamResponse:
-        model = {"id": self._upstream.policy.model, "object": "model", "created": 0, "owned_by": "policy"}
-        return web.json_response({"object": "list", "data": [model]})
-
-    async def _complete(self, request: web.BaseRequest, *, chat: bool) -> web.StreamResponse:
-        relay = self._relay
+    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
+        upstream, relay = self._upstream, self._relay
+        call = Call(request, upstream, relay.settings, self._limits)
         try:
-            raw = self._upstream.scrub(await self._body(request))
+            raw = upstream.scrub(await self._body(request))
             self._check_limits()
-            call = parse_call(
-                raw,
-                chat=chat,
-                model=self._upstream.policy.model,
-                sampling=relay.sampling,
-                ask_usage=relay.settings.ask_usage,
-            )
+            fields = parse_call(raw, model=upstream.policy.model, sampling=relay.sampling)
         except Refusal as refusal:
-            self._record_refusal(request, refusal)
+            call.refuse(refusal)
+            self._refused += 1
+            if self._refused <= _MAX_REFUSALS:
+                self._emit(call.record(self._next_index(), Tokens()))
             raise
-        running = Call(self._next_index(), request, call, len(raw), self._upstream, relay.settings, self._limits)
+        index = self._next_index()
         if not self._open:
             self._open_since = time.monotonic()
         self._open += 1
         try:
-            return await running.run()
+            return await call.run(fields)
         finally:
             self._open -= 1
             if not self._open:
                 self._policy_s += time.monotonic() - self._open_since
-            tokens = running.tokens()
-            record = running.record(tokens)
-            self._count(record, tokens)
-            self.failure = running.failure() or self.failure
+            tokens = call.tokens()
+            record = call.record(index, tokens)
+            self.usage = Usage(
+                calls=self.usage.calls + 1,
+                failed_calls=self.usage.failed_calls + (not record.complete),
+                prompt_tokens=self.usage.prompt_tokens + (tokens.prompt_tokens or 0),
+                completion_tokens=self.usage.completion_tokens + (tokens.completion_tokens or 0),
+            )
+            self.failure = call.failure
             self._emit(record)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         limit = self._limits.request_bytes
-        too_large = Refusal(413, "request_too_large", f"The request body is larger than {limit} bytes")
-        if (request.content_length or 0) > limit:
-            raise too_large
-        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray()
         try:
             with anyio.fail_after(self._relay.settings.idle_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise too_large from None
+                while piece := await request.content.readany():
+                    body += piece
+                    if len(body) > limit:
+                        raise Refusal(413, "request_too_large", f"The request body is larger than {limit} bytes")
         except TimeoutError:
             raise Refusal(408, "request_timeout", "The request body did not arrive in time") from None
         except web.RequestPayloadError as error:
             raise Refusal(400, "bad_request", f"The request body is broken: {error}") from None
+        return bytes(body)
 
     def _check_limits(self) -> None:
         limits = self._limits
         if self._open >= limits.concurrent:
             raise Refusal(429, "concurrency_limit", f"The trial already has {limits.concurrent} calls open")
-        if self._calls + self._open >= limits.calls:
+        if self.usage.calls + self._open >= limits.calls:
             raise Refusal(429, "call_limit", f"The trial has made its {limits.calls} calls")
-        if limits.total_tokens is not None and self._prompt + self._completion >= limits.total_tokens:
-            raise Refusal(429, "token_limit", f"The trial has used up its {limits.total_tokens} tokens")
 
     def _next_index(self) -> int:
         self._index += 1
         return self._index - 1
-
-    def _count(self, record: CallRecord, tokens: Tokens) -> None:
-        self._calls += 1
-        self._failed += not record.complete
-        self._prompt += tokens.prompt or 0
-        self._completion += tokens.completion or 0
-
-    def _record_refusal(self, request: web.BaseRequest, refusal: Refusal) -> None:
-        self._refused += 1
-        if self._refused > _MAX_REFUSALS:
-            return
-        self._emit(
-            CallRecord(
-                index=self._next_index(),
-                attempt=0,
-                client_retry=client_retry(request),
-                path=path_of(request),
-                stream=False,
-                request=None,
-                status=refusal.status,
-                response=None,
-                error=refusal.message,
-                complete=False,
-                started_at=time.time(),
-                duration_s=0.0,
-            )
-        )
 
     def _emit(self, record: CallRecord) -> None:
         try:

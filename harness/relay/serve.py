@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -34,21 +35,19 @@ class HttpConnection(web.RequestHandler):
             max_line_size=16 * 1024,
             max_field_size=16 * 1024,
         )
-        self.idle: anyio.Event | None = None
-        """Set when the request that was handled last is done with; null before the first."""
+        self.idle = anyio.Event()
+        """Set while no request is being handled."""
+        self.idle.set()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun already") from exc
-        text = (message or "The relay failed") if status < 500 else "The relay failed"
-        response = web.Response(
-            status=status,
-            body=error_body(status, "bad_request" if status < 500 else "relay_error", " ".join(text.split())[:500]),
-            content_type="application/json",
-            headers={"x-should-retry": "false"},
-        )
+        text = " ".join(message.split())[:500] if message and status < 500 else "The relay failed"
+        body = error_body(status, "bad_request" if status < 500 else "relay_error", text)
+        headers = {"Content-Type": "application/json", "x-should-retry": "false"}
+        response = web.Response(status=status, body=body, headers=headers)
         response.force_close()
         return response
 
@@ -61,14 +60,11 @@ class StreamTransport(asyncio.Transport):
 
     def __init__(self, stream: ByteStream, protocol: asyncio.Protocol) -> None:
         super().__init__()
-        self._stream = stream
-        self._protocol = protocol
+        self._stream, self._protocol = stream, protocol
         self._pieces: list[bytes] = []
         self._size = 0
-        self._sending = False
-        self._paused = False
-        self._closing = False
-        self._dropped = False
+        """Bytes that were written and not yet handed to the stream: those in ``_pieces`` and those on their way."""
+        self._paused = self._closing = False
         self._wake = anyio.Event()
         self._drained = anyio.Event()
         self._readable = anyio.Event()
@@ -88,54 +84,42 @@ class StreamTransport(asyncio.Transport):
                     await self._read_loop(first)
                     self._scope.cancel()
         finally:
-            self._dropped = self._dropped or self.unsent
             self._closing = True
-            self._pieces.clear()
             self._drained.set()
             self._protocol.connection_lost(None)
 
     async def _read_loop(self, data: bytes) -> None:
-        while True:
-            if not self._closing:
-                self._protocol.data_received(data)
-            try:
+        with suppress(*GONE):
+            while True:
+                if not self._closing:
+                    self._protocol.data_received(data)
                 await self._readable.wait()
                 data = await self._stream.receive()
-            except GONE:
-                return
 
     async def _write_loop(self) -> None:
-        while True:
-            while self._pieces:
-                data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-                self._pieces, self._size, self._sending = [], 0, True
-                try:
+        with suppress(*GONE):
+            while True:
+                while self._pieces:
+                    data = b"".join(self._pieces)
+                    self._pieces.clear()
                     await self._stream.send(data)
-                except GONE:
-                    self._dropped = True
-                    self._scope.cancel()
-                    return
-                self._sending = False
-                if self._paused and self._size <= _HIGH_WATER:
-                    self._paused = False
-                    self._protocol.resume_writing()
-            self._drained.set()
-            if self._closing:
-                self._scope.cancel()
-                return
-            self._wake = anyio.Event()
-            await self._wake.wait()
+                    self._size -= len(data)
+                    if self._paused and self._size <= _HIGH_WATER:
+                        self._paused = False
+                        self._protocol.resume_writing()
+                self._drained.set()
+                if self._closing:
+                    break
+                self._wake = anyio.Event()
+                await self._wake.wait()
+        self._scope.cancel()
 
-    @property
-    def unsent(self) -> bool:
-        """Whether something that was written has not been handed to the stream."""
-        return bool(self._pieces) or self._sending or self._dropped
-
-    async def flush(self) -> None:
-        """Wait until everything written has been handed to the stream, or the connection is gone."""
-        while not self._closing and (self._pieces or self._sending):
+    async def flush(self) -> bool:
+        """Wait until everything written has been handed to the stream, or the connection is gone; says which."""
+        while self._size and not self._closing:
             self._drained = anyio.Event()
             await self._drained.wait()
+        return not self._size
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing or not data:
@@ -162,9 +146,7 @@ class StreamTransport(asyncio.Transport):
 
     def abort(self) -> None:
         """Drop the connection now, with whatever was not handed over yet."""
-        self._dropped = self._dropped or bool(self._pieces)
         self._closing = True
-        self._pieces.clear()
         self._scope.cancel()
 
     def is_closing(self) -> bool:
@@ -176,6 +158,3 @@ class StreamTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._readable.set()
-
-    def is_reading(self) -> bool:
-        return self._readable.is_set()

@@ -24,39 +24,22 @@ class EventCutter:
         start = max(0, len(rest) - 3)
         rest += data
         cut = max(rest.rfind(b"\n\n", start) + 2, rest.rfind(b"\n\r\n", start) + 3)
-        if cut < 3:
+        if cut < 3:  # neither was found
             return b""
         whole = bytes(rest[:cut])
         del rest[:cut]
         return whole
 
-    @property
-    def pending(self) -> int:
-        """Bytes held back because their event is not complete."""
-        return len(self._rest)
-
-    def rest(self) -> bytes:
-        """What is left when the stream has ended: a last event without its blank line."""
-        data = bytes(self._rest)
-        self._rest.clear()
-        return data
+    def end(self) -> bytes:
+        """What is left when the stream has ended: a last event that lacked its blank line, which is added."""
+        return self.feed(b"\n\n") if self._rest else b""
 
 
 def payloads(whole: bytes) -> list[bytes]:
     """The data of each event in bytes that end at an event boundary; comments have none."""
-    found: list[bytes] = []
-    for block in _BOUNDARY.split(whole):
-        if block.startswith(b"data:") and b"\n" not in block:
-            found.append(block[5:].strip())
-        elif block:
-            lines = [line[5:].strip() for line in block.splitlines() if line.startswith(b"data:")]
-            if lines:
-                found.append(b"\n".join(lines))
-    return found
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+    blocks = (block.splitlines() for block in _BOUNDARY.split(whole))
+    data = (b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:")) for lines in blocks)
+    return [each for each in data if each]
 
 
 def error_event(body: bytes) -> bytes:
@@ -70,7 +53,7 @@ def as_stream(completion: dict[str, Any]) -> bytes:
     if chunk.get("object") == "chat.completion":
         chunk["object"] = "chat.completion.chunk"
     chunk["choices"] = [_as_delta(choice) for choice in completion["choices"]]
-    return event(chunk) + b"data: " + DONE + b"\n\n"
+    return b"data: " + to_json(chunk) + b"\n\ndata: " + DONE + b"\n\n"
 
 
 def _as_delta(choice: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -11,8 +11,8 @@ from harness.models import TrialRecord
 from harness.report.terminal import Terminal, make_console, printable, seconds
 
 
-class Reporter(Protocol):
-    """Told what happens; called from the event loop, never blocks, never raises."""
+class Reporter:
+    """Told what happens; called from the event loop, never blocks, never raises. This one says nothing."""
 
     def start(self, name: str, total: int, done: int, pass_threshold: float = 1.0) -> None:
         """The run of that name has ``total`` trials, of which ``done`` had results before."""
@@ -34,28 +34,12 @@ def make_reporter(*, quiet: bool = False, plain: bool = False, stream: TextIO | 
     """A live bar if ``stream`` (standard error) is a terminal and not ``plain``, lines otherwise; or nothing."""
     stream = stream or sys.stderr
     if quiet or stream is None:  # None: the descriptor was closed before Python started
-        return QuietReporter()
+        return Reporter()
     terminal = Terminal(stream)
     return LineReporter(terminal) if plain or not terminal.isatty() else LiveReporter(terminal)
 
 
-class QuietReporter:
-    """Says nothing: the one document on standard output is the answer."""
-
-    def start(self, name: str, total: int, done: int, pass_threshold: float = 1.0) -> None: ...
-
-    def phase(self, line: str) -> None: ...
-
-    def trial_started(self, row_index: int, run_index: int) -> None: ...
-
-    def trial_finished(self, trial: TrialRecord) -> None: ...
-
-    def warning(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LineReporter:
+class LineReporter(Reporter):
     """One line per trial, for logs and pipes."""
 
     def __init__(self, terminal: Terminal) -> None:
@@ -67,8 +51,6 @@ class LineReporter:
 
     def phase(self, line: str) -> None:
         self.console.print(f"→ {printable(line)}", style="cyan")
-
-    def trial_started(self, row_index: int, run_index: int) -> None: ...
 
     def trial_finished(self, trial: TrialRecord) -> None:
         self.console.print(trial_line(trial))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -42,11 +45,9 @@ def print_results(result: RunResult, console: Console) -> None:
     if timings:
         print_table(console, "Timings", timings, ("Phase", "Median", "P90"))
     summary = result.metrics["summary"]
-    counts = {
-        status: sum(entry.status == status for entry in result.entries) for status in ("success", "failed", "skipped")
-    }
-    items = f"{len(result.entries)}/{result.planned} complete · {counts['success']} ok · {counts['failed']} failed"
-    items += f" · {counts['skipped']} skipped" if counts["skipped"] else ""
+    states = Counter(entry.status for entry in result.entries)
+    items = f"{len(result.entries)}/{result.planned} complete · {states['success']} ok · {states['failed']} failed"
+    items += f" · {states['skipped']} skipped" if states["skipped"] else ""
     scored = f"{summary['passed']}/{summary['completed_samples']} scored, threshold {summary['pass_threshold']:g}"
     rows = [("Run", result.name), ("Work Items", items), ("Pass Rate", f"{summary['pass_rate']:.1%} ({scored})")]
     if "reward_stats" in summary:
@@ -54,9 +55,11 @@ def print_results(result: RunResult, console: Console) -> None:
         rows.append(("Reward", stats))
     if "pass_at_k" in summary:
         rows.append(("pass@k", " · ".join(f"k={point['k']} {point['value']:.2f}" for point in summary["pass_at_k"])))
-    rows.append(("Tokens Used", f"{summary['tokens_used']:,}"))
-    rows.append(("Duration", seconds(result.duration_s)))
-    rows.append(("Output", str(result.run_dir)))
+    rows += [
+        ("Tokens Used", f"{summary['tokens_used']:,}"),
+        ("Duration", seconds(result.duration_s)),
+        ("Output", str(result.run_dir)),
+    ]
     print_table(console, "Results" if result.complete else "Results (incomplete)", rows)
 
 
@@ -80,36 +83,21 @@ def print_failures(result: RunResult, console: Console) -> None:
 def print_table(
     console: Console, title: str, rows: Sequence[Sequence[str]], header: Sequence[str] | None = None
 ) -> None:
-    """A table on a terminal, aligned plain text elsewhere. Cells may be untrusted."""
-    cells = [[printable(cell, 1000) for cell in row] for row in rows]
-    if console.is_terminal:
-        table = Table(title=title, title_justify="left", show_header=header is not None)
-        for name in header or ("", ""):
-            table.add_column(name, overflow="fold")
-        for row in cells:
-            table.add_row(*map(Text, row))
-        console.print(table)
-        return
-    lines = [list(header), *cells] if header else cells
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    console.print(title)
-    for row in lines:
-        console.print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """A table, on a terminal with lines around it. Cells may be untrusted."""
+    frame = box.HEAVY_HEAD if console.is_terminal else None
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=header is not None, box=frame)
+    for name in header or ("", ""):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell, 1000)) for cell in row))
+    console.print(table)
 
 
 def _trial_row(entry: Entry) -> tuple[str, ...]:
     reward = "" if entry.reward is None else f"{entry.reward:g}"
     tokens = "" if entry.tokens is None else str(entry.tokens)
-    time = seconds(entry.duration_ms / 1000)
-    return (
-        str(entry.row_index),
-        str(entry.run_index),
-        entry.status,
-        reward,
-        time,
-        tokens,
-        printable(entry.error or "", 80),
-    )
+    where = str(entry.row_index), str(entry.run_index)
+    return *where, entry.status, reward, seconds(entry.duration_ms / 1000), tokens, printable(entry.error or "", 80)
 
 
 def _timings(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
@@ -130,7 +118,8 @@ def _show(stream: TextIO, render: Callable[[Console], None], *, quiet: bool, pla
         render(target)
     try:
         encoding = stream.encoding or "utf-8"
-        stream.write(captured.get().encode(encoding, "replace").decode(encoding))
+        text = re.sub(" +\n", "\n", captured.get())
+        stream.write(text.encode(encoding, "replace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):  # nobody reads any more; keep the interpreter from complaining about it at its end
         with suppress(OSError, ValueError):

@@ -78,6 +78,7 @@ def make_console(stream: TextIO | Terminal, *, plain: bool = False) -> Console:
         highlight=False,
         force_terminal=terminal,
         soft_wrap=not terminal,
+        width=None if terminal else 1000,
     )
 
 

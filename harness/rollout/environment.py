@@ -97,13 +97,8 @@ async def _install(lock: Lock, flags: list[str | Path], what: str, progress: Pro
     flags += explicit_indexes(read_pyproject(lock.project))
     flags += await anyio.to_thread.run_sync(_refreshed, lock)
     # From standard input, in the project's folder: relative paths and [tool.uv] mean what they mean there.
-    await run_uv(
-        [*_INSTALL, *flags, "-r", "-"],
-        what=what,
-        cwd=lock.project,
-        progress=progress,
-        stdin=lock.requirements,
-    )
+    arguments = [*_INSTALL, *flags, "-r", "-"]
+    await run_uv(arguments, what=what, cwd=lock.project, progress=progress, stdin=lock.requirements)
 
 
 def _refreshed(lock: Lock) -> list[str]:

@@ -8,13 +8,14 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import anyio
 import anyio.to_thread
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from harness.errors import DependencyError, StoreError
 from harness.models import Record
@@ -43,7 +44,6 @@ _EXPORT = ("--no-annotate", "--no-header")
 _SDK = re.compile(r"^osmosis[-_.]ai(?:\[[^\]]*\])?==([^\s;\\]+)", re.MULTILINE | re.IGNORECASE)
 _CREDENTIALS = re.compile(r"\bhttps?://[^/@\s]+@\S*")
 _NOT_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
-_METADATA = ("pyproject.toml", "setup.py", "setup.cfg", "uv.toml")
 
 
 async def resolve(project: Path, progress: Progress) -> Lock:
@@ -136,9 +136,8 @@ async def _compile(project: Path, requires_python: str, progress: Progress) -> s
         cwd=project,
         progress=progress,
     )
-    requirements = re.sub(
-        r"^-e ", "", requirements, flags=re.MULTILINE
-    )  # an environment must not point into the project
+    # An environment must not point into the project.
+    requirements = re.sub(r"^-e ", "", requirements, flags=re.MULTILINE)
     await anyio.to_thread.run_sync(_remember, remembered, project, requirements)
     return requirements
 
@@ -173,27 +172,10 @@ async def interpreter(requires_python: str, project: Path, progress: Progress) -
 
 def allows(specifier: str, version: tuple[int, ...]) -> bool:
     """Whether a ``requires-python`` admits a release. What it cannot read it takes as "yes": uv has the last word."""
-
-    def padded(numbers: Iterable[int]) -> tuple[int, ...]:
-        return (*numbers, 0, 0, 0)[:3]
-
-    for clause in specifier.split(","):
-        match = re.fullmatch(r"\s*(===?|!=|~=|>=?|<=?)\s*(\d+(?:\.\d+)*)(\.\*)?\S*\s*", clause)
-        if match is None:
-            continue
-        operator, numbers, star = match[1], tuple(map(int, match[2].split("."))), match[3]
-        same = version[: len(numbers)] == numbers if star else padded(version) == padded(numbers)
-        verdict = {
-            ">=": padded(version) >= padded(numbers),
-            "<=": padded(version) <= padded(numbers),
-            ">": padded(version) > padded(numbers),
-            "<": padded(version) < padded(numbers),
-            "~=": padded(version) >= padded(numbers) and version[: len(numbers) - 1] == numbers[:-1],
-            "!=": not same,
-        }.get(operator, same)
-        if not verdict:
-            return False
-    return True
+    try:
+        return ".".join(map(str, version)) in SpecifierSet(specifier)
+    except InvalidSpecifier:
+        return True
 
 
 def _lowest(specifier: str) -> str:
@@ -227,63 +209,57 @@ def explicit_indexes(document: dict[str, Any]) -> list[str]:
 
 
 def _digest(project: Path, requirements: str, requires_python: str, document: dict[str, Any]) -> str:
-    hasher = hashlib.sha256()
     tool_uv = document.get("tool", {}).get("uv", {})
-    visible = {name: redact(value) for name, value in settings().items() if re.search(r"INDEX|FIND_LINKS", name)}
-    visible = {name: value for name, value in visible.items() if not name.endswith(("_PASSWORD", "_USERNAME"))}
-    for part in (requirements, requires_python, json.dumps([tool_uv, visible], sort_keys=True, default=str)):
-        hasher.update(f"{len(part)}:".encode() + part.encode())
+    indexes = {
+        name: redact(value)
+        for name, value in settings().items()
+        if re.search(r"INDEX|FIND_LINKS", name) and not name.endswith(("_PASSWORD", "_USERNAME"))
+    }
+    sources = _sources_digest(project, requirements)
+    return _sha256(requirements, requires_python, json.dumps([tool_uv, indexes], sort_keys=True, default=str), sources)
+
+
+def _sha256(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _sources_digest(project: Path, requirements: str) -> str:
+    """Of the names and bytes of path dependencies' sources, without what a build leaves in their folders."""
+    hasher = hashlib.sha256()
     for path in sorted(set(local_paths(project, requirements))):
-        for name, content in _contents(path):
+        for file in [path] if path.is_file() else _sources(path):
+            name, content = file.relative_to(path).as_posix(), file.read_bytes()
             hasher.update(f"{len(name)}:{name}{len(content)}:".encode() + content)
     return hasher.hexdigest()
 
 
-def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of a path dependency's sources, in a stable order; without what a build leaves in the folder."""
-    if path.is_file():
-        yield path.name, path.read_bytes()
-        return
+def _sources(path: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(path):
         here = Path(folder)
-        folders[:] = sorted(n for n in folders if n not in _NOT_SOURCE and not n.endswith(".egg-info"))
-        if here == path:
-            folders[:] = [n for n in folders if n not in {"build", "dist"}]
+        left_out = _NOT_SOURCE | {"build", "dist"} if here == path else _NOT_SOURCE
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.endswith(".egg-info"))
         for name in sorted(files):
             if not name.endswith(".pyc") and (here / name).is_file():
-                yield str((here / name).relative_to(path)), (here / name).read_bytes()
+                yield here / name
 
 
 def _memory(project: Path) -> Path:
     """Where the resolution of these inputs is remembered: pyproject.toml, uv's settings and configuration files."""
     config = os.environ.get("XDG_CONFIG_HOME") or str(Path(os.environ.get("HOME") or "/") / ".config")
-    files = [Path(config) / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
+    files = [Path(config, "uv", "uv.toml"), Path("/etc/uv/uv.toml")]
     if named := os.environ.get("UV_CONFIG_FILE"):
         files.append(Path(named))
     files += [folder / name for folder in (project, *project.parents) for name in ("uv.toml", "pyproject.toml")]
-    hasher = hashlib.sha256(json.dumps([str(project), settings()]).encode())
-    for file in files:
-        if file.is_file() and os.access(file, os.R_OK):
-            content = file.read_bytes()
-            hasher.update(f"\0{file}:{len(content)}:".encode() + content)
-    return cache_dir() / "resolutions" / f"{hasher.hexdigest()}.json"
-
-
-def _local_metadata(project: Path, requirements: str) -> str:
-    """Digest of what path dependencies say about their own dependencies, which a resolution depends on as well."""
-    hasher = hashlib.sha256()
-    for path in sorted(set(local_paths(project, requirements))):
-        for file in [path] if path.is_file() else [path / name for name in _METADATA]:
-            if file.is_file():
-                hasher.update(f"\0{file}\0".encode() + file.read_bytes())
-    return hasher.hexdigest()
+    contents = [f"{file}: {file.read_bytes().hex()}" for file in files if file.is_file() and os.access(file, os.R_OK)]
+    return cache_dir() / "resolutions" / f"{_sha256(str(project), json.dumps(settings()), *contents)}.json"
 
 
 def _recall(path: Path, project: Path) -> str | None:
     try:
         known = json.loads(path.read_bytes())
         requirements = str(known["requirements"])
-        return requirements if known["local"] == _local_metadata(project, requirements) else None
+        # What path dependencies say about their own dependencies counts as well.
+        return requirements if known["sources"] == _sources_digest(project, requirements) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -292,7 +268,8 @@ def _remember(path: Path, project: Path, requirements: str) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"requirements": requirements, "local": _local_metadata(project, requirements)}))
+        known = {"requirements": requirements, "sources": _sources_digest(project, requirements)}
+        part.write_text(json.dumps(known))
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

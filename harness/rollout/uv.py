@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -24,33 +25,12 @@ _MAX_ERROR_LINES = 30
 _MAX_LINE = 2000
 
 # Settings of the user's shell that would redirect uv to another environment or contradict our flags.
-_DROPPED = frozenset(
-    [
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "PYTHONHOME",
-        "PYTHONPATH",
-        "PYTHONDONTWRITEBYTECODE",
-        "PYTHONPYCACHEPREFIX",
-        "PIP_TARGET",
-        "UV_PYTHON",
-        "UV_PROJECT",
-        "UV_PROJECT_ENVIRONMENT",
-        "UV_WORKING_DIR",
-        "UV_LOCKED",
-        "UV_FROZEN",
-        "UV_SYSTEM_PYTHON",
-        "UV_NO_PROJECT",
-        "UV_NO_VERIFY_HASHES",
-        "UV_LINK_MODE",
-        "UV_CONSTRAINT",
-        "UV_OVERRIDE",
-        "UV_EXCLUDE",
-        "UV_NO_EDITABLE",
-        "UV_OUTPUT_FILE",
-        "UV_VENV_SEED",
-    ]
-)
+_DROPPED = frozenset((
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX",
+    "PIP_TARGET", "UV_PYTHON", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIR", "UV_LOCKED", "UV_FROZEN",
+    "UV_SYSTEM_PYTHON", "UV_NO_PROJECT", "UV_NO_VERIFY_HASHES", "UV_LINK_MODE", "UV_CONSTRAINT", "UV_OVERRIDE",
+    "UV_EXCLUDE", "UV_NO_EDITABLE", "UV_OUTPUT_FILE", "UV_VENV_SEED",
+))  # fmt: skip
 _HTTP_USERINFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
 
 
@@ -61,9 +41,7 @@ def redact(text: str) -> str:
 
 def settings() -> dict[str, str]:
     """Variables that change what uv resolves or installs, credentials included: to be hashed, never shown."""
-    return {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith("UV_") and name not in _DROPPED
-    }
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("UV_") and name not in _DROPPED}
 
 
 async def run_uv(
@@ -73,8 +51,6 @@ async def run_uv(
     cwd: Path,
     progress: Progress,
     stdin: str | None = None,
-    timeout: float = DEADLINE_S,
-    env: Mapping[str, str] | None = None,
 ) -> str:
     """Run uv in a folder, whose ``[tool.uv]`` and ``uv.toml`` it then follows. Cancelling kills it.
 
@@ -83,12 +59,12 @@ async def run_uv(
     :returns: its standard output.
     :raises DependencyError: uv failed, with its own message; or the deadline passed.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     process = await anyio.open_process(
         [find_uv_bin(), *map(str, arguments), "--no-progress", "--color", "never", "--no-python-downloads"],
         stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
         cwd=cwd,
-        env={**inherited, "GIT_TERMINAL_PROMPT": "0", **(env or {})},
+        env={**env, "GIT_TERMINAL_PROMPT": "0"},
         umask=0o022,  # what it makes is read by the sandboxes' users
         start_new_session=True,
     )
@@ -96,7 +72,7 @@ async def run_uv(
     lines: deque[str] = deque(maxlen=_MAX_ERROR_LINES)
     # asyncio does not await pending pipes of a killed process; ``async with`` closes them and reaps it.
     async with process:
-        with anyio.move_on_after(timeout) as scope:
+        with anyio.move_on_after(DEADLINE_S) as scope:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_feed, process, stdin)
@@ -107,19 +83,19 @@ async def run_uv(
                 if process.returncode is None:
                     os.killpg(process.pid, 9)  # build back ends are its children
     if scope.cancelled_caught:
-        raise DependencyError(f"{what}: uv did not finish within {timeout:.0f} s", hint="\n  ".join(lines))
+        raise DependencyError(f"{what}: uv did not finish within {DEADLINE_S:.0f} s", hint="\n  ".join(lines))
     if process.returncode != 0:
-        raise DependencyError(f"{what}: {_message(lines, process.returncode)}", hint=_hint("\n".join(lines)))
+        message = "\n  ".join(lines)
+        raise DependencyError(f"{what}: {message or f'uv ended with code {process.returncode}'}", hint=_hint(message))
     return output.decode(errors="replace")
 
 
 async def _feed(process: anyio.abc.Process, text: str | None) -> None:
     if text is not None and process.stdin is not None:
-        try:
+        # It may fail before it has read everything, and then says why.
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             await process.stdin.send(text.encode())
             await process.stdin.aclose()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # it failed before it read everything, and says why
 
 
 async def _collect(process: anyio.abc.Process, output: bytearray) -> None:
@@ -130,32 +106,22 @@ async def _collect(process: anyio.abc.Process, output: bytearray) -> None:
 
 
 async def _report(process: anyio.abc.Process, lines: deque[str], progress: Progress) -> None:
+    """Pass on each line that uv says; those from its error on are kept for ours."""
     assert process.stderr is not None
-    rest = b""
+    rest, failed = b"", False
     async for chunk in process.stderr:
         *complete, rest = (rest + chunk).split(b"\n")
-        for raw in complete:
-            _line(raw, lines, progress)
         rest = rest[-_MAX_LINE:]
-    _line(rest, lines, progress)
-
-
-def _line(raw: bytes, lines: deque[str], progress: Progress) -> None:
-    line = redact(raw[:_MAX_LINE].decode(errors="replace").rstrip())
-    if line.strip():
-        lines.append(line)
-        if not any(earlier.startswith("error:") for earlier in lines):
-            progress(line.strip())
-
-
-def _message(lines: deque[str], code: int | None) -> str:
-    """uv's error, without the progress lines before it."""
-    kept = list(lines)
-    for index, line in enumerate(kept):
-        if line.startswith("error:"):
-            kept = [line.removeprefix("error:").strip(), *kept[index + 1 :]]
-            break
-    return "\n  ".join(kept) or f"uv ended with code {code}"
+        for raw in complete:
+            line = redact(raw[:_MAX_LINE].decode(errors="replace").rstrip())
+            if line.startswith("error:") and not failed:
+                failed = True
+                lines.clear()
+                line = line.removeprefix("error:").strip()
+            if line:
+                lines.append(line)
+                if not failed:
+                    progress(line.strip())
 
 
 def _hint(text: str) -> str:

@@ -1,8 +1,8 @@
 """The contract that every provider keeps. It is small on purpose: a fifth provider is one file.
 
-A provider prepares an environment once, makes sandboxes from it, hands back a byte stream to the guest inside each, says
-what became of one, destroys it, and lists and reaps what it owns. Code goes in, files come out, logs and model calls travel
-over that stream (see ``harness.guest``), so nothing else is asked of it.
+A provider prepares an environment once, makes sandboxes from it, hands back a byte stream to the guest inside each,
+says what became of one, destroys it, and lists and reaps what it owns. Code goes in, files come out, logs and model
+calls travel over that stream (see ``harness.guest``), so nothing else is asked of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from anyio.abc import ByteStream
+from pydantic import Field
 
 from harness.models import Record, Resources
 from harness.rollout.lock import Lock
@@ -30,12 +31,12 @@ class SandboxSettings(Record):
     image: str = ""
     """Base image reference; empty for the default image. Ignored by ``local`` and ``process``."""
     resources: Resources = Resources()
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     """Plain variables for the sandbox, secrets the rollout asked for included."""
     allow: tuple[str, ...] = ()
     """Host names the rollout may reach through the relay's proxy."""
     writable_root: bool = False
-    """Let the sandbox write outside its work folder and /tmp (docker only; such writes have no size limit of their own)."""
+    """Let the sandbox write outside its work folder and /tmp (docker only; without a size limit of its own)."""
     runtime: str = ""
     """OCI runtime for docker: ``runsc``, ``kata``; empty for the engine's default."""
 
@@ -114,7 +115,7 @@ class SandboxInfo(Record):
     state: str
     created_at: float
     owner: Owner | None
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default_factory=dict)
 
     def age_s(self) -> float:
         return time.time() - self.created_at
@@ -130,7 +131,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def outcome(self) -> Exit:
-        """What became of it, asked when the stream ended or a deadline passed. Never raises for a sandbox that is gone."""
+        """What became of it, asked when the stream ended or a deadline passed. Never raises for a sandbox that is
+        gone."""
 
     @abstractmethod
     async def destroy(self) -> None:

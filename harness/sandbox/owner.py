@@ -1,4 +1,4 @@
-"""Who owns a sandbox, and whether that process still lives: the difference between a leftover and a sibling's sandbox."""
+"""Who owns a sandbox, and whether that process still lives: a leftover, or a living sibling's sandbox."""
 
 from __future__ import annotations
 

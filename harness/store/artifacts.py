@@ -1,7 +1,8 @@
 """Takes files out of a sandbox: an uncompressed tar of an untrusted sender, unpacked so that nothing leaves its folder.
 
 The archive is parsed here and not by ``tarfile``, which reads extended headers of any size into memory and follows what
-links and sparse maps say. Only regular files are unpacked; everything else is skipped and named. Every folder is opened
+links and sparse maps say. What the guest sends is understood (ustar, and paths of pax headers); everything but
+regular files is skipped and named. Every folder is opened
 relative to the one above it without following links, and every file is created, never opened.
 """
 
@@ -85,7 +86,7 @@ async def receive_artifacts(
     except (tarfile.HeaderError, anyio.BrokenResourceError, anyio.ClosedResourceError, ChannelError) as reason:
         error = f"the archive ended early: {str(reason) or type(reason).__name__}"
     finally:
-        archive.close()
+        os.close(folder)
     return ArtifactReport(
         files=archive.files,
         bytes=archive.bytes,
@@ -134,15 +135,9 @@ class _Archive:
         self._destination = destination
         self._buffer = bytearray()
         self._taken = 0
-        self._file: int | None = None
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        os.close(self._folder)
 
     async def unpack(self) -> None:
-        overrides: dict[str, str] = {}
+        name = ""  # from an extended header, for the entry that follows it
         entries = 0
         while any(header := await self._take(_BLOCK)):
             info = tarfile.TarInfo.frombuf(bytes(header), "utf-8", "surrogateescape")
@@ -151,35 +146,24 @@ class _Archive:
                 raise _BadArchive("the archive has too many entries")
             if info.size < 0:
                 raise _BadArchive("the archive has an entry of negative size")
-            if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME):
+            if info.type == tarfile.XHDTYPE:
                 if info.size > _MAX_HEADER:
                     raise _BadArchive(f"the archive has an extended header of {info.size} bytes")
-                data = bytes(await self._take(info.size + -info.size % _BLOCK))[: info.size]
-                if info.type == tarfile.GNUTYPE_LONGNAME:
-                    overrides["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-                else:
-                    overrides |= _pax_records(data)
-            elif info.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-                await self._drain(info.size + -info.size % _BLOCK)
+                data = await self._take(info.size + -info.size % _BLOCK)
+                name = _pax_path(bytes(data[: info.size]))
             else:
-                await self._entry(info, overrides)
-                overrides = {}
+                await self._entry(info, name or info.name)
+                name = ""
 
-    async def _entry(self, info: tarfile.TarInfo, overrides: dict[str, str]) -> None:
-        name = overrides.get("path", info.name)
-        if info.type in _NO_DATA:
-            if info.type != tarfile.DIRTYPE:
-                self._skip(name, "not a regular file")
+    async def _entry(self, info: tarfile.TarInfo, name: str) -> None:
+        if info.type == tarfile.DIRTYPE:
             return
-        if info.type == tarfile.GNUTYPE_SPARSE:
-            raise _BadArchive("the archive has a sparse file")
-        size_text = overrides.get("size", str(info.size))
-        if not (size_text.isascii() and size_text.isdigit() and len(size_text) < 19):
-            raise _BadArchive("the archive has an entry of no valid size")
-        size = int(size_text)
-        left = size
+        if info.type in _NO_DATA:
+            self._skip(name, "not a regular file")
+            return
+        size = info.size
         try:
-            if info.type not in _REGULAR or any(key.startswith("GNU.sparse") for key in overrides):
+            if info.type not in _REGULAR:
                 raise _Skip("not a regular file")
             parts = _parts(name)
             if size > self._limits.file_bytes:
@@ -188,52 +172,27 @@ class _Archive:
                 raise _Skip(f"more than {self._limits.files} files")
             if self.bytes + size > self._limits.total_bytes:
                 raise _Skip(f"more than {self._limits.total_bytes} bytes in all")
-            mode = 0o755 if info.mode & 0o111 else 0o644
-            while left or self._file is None:
+            with writing(self._destination / name):
+                file = await anyio.to_thread.run_sync(_create, self._folder, parts, info.mode)
+        except _Skip as reason:
+            self._skip(name, str(reason))
+            await self._drain(size + -size % _BLOCK)
+            return
+        try:
+            left = size
+            while left:
                 data = await self._take(min(left, _CHUNK))
                 left -= len(data)
                 with writing(self._destination / name):
-                    await anyio.to_thread.run_sync(self._write, parts, mode, data, not left)
-                if not left:
-                    break
-            self.files += 1
-            self.bytes += size
-        except _Skip as reason:
-            self._skip(name, str(reason))
+                    await anyio.to_thread.run_sync(_write, file, data)
         except BaseException:
             self._skip(name, f"cut: not all of its {size} bytes arrived")
             raise
-        await self._drain(left + -size % _BLOCK)
-
-    def _write(self, parts: Sequence[str], mode: int, data: bytes | bytearray, last: bool) -> None:
-        if self._file is None:
-            self._file = self._create(parts, mode)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
-        if last:
-            done, self._file = self._file, None
-            os.close(done)
-
-    def _create(self, parts: Sequence[str], mode: int) -> int:
-        folder = os.dup(self._folder)
-        try:
-            for part in parts[:-1]:
-                with suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=folder)
-                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-                os.close(folder)
-                folder = below
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            file = os.open(parts[-1], flags, 0o600, dir_fd=folder)
-            os.fchmod(file, mode)
-            return file
-        except OSError as error:
-            if error.errno in _CONFLICTS:
-                raise _Skip(f"cannot be created beside what is there ({error.strerror})") from error
-            raise
         finally:
-            os.close(folder)
+            os.close(file)
+        self.files += 1
+        self.bytes += size
+        await self._drain(-size % _BLOCK)
 
     async def _take(self, size: int) -> bytearray:
         """Exactly ``size`` bytes."""
@@ -262,6 +221,34 @@ class _Archive:
             self.skipped_more += 1
 
 
+def _create(folder: int, parts: Sequence[str], mode: int) -> int:
+    """A new file below ``folder``, and the folders above it. No link on the way is followed."""
+    folder = os.dup(folder)
+    try:
+        for part in parts[:-1]:
+            with suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=folder)
+            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(parts[-1], flags, 0o600, dir_fd=folder)
+        os.fchmod(file, 0o755 if mode & 0o111 else 0o644)
+        return file
+    except OSError as error:
+        if error.errno in _CONFLICTS:
+            raise _Skip(f"cannot be created beside what is there ({error.strerror})") from error
+        raise
+    finally:
+        os.close(folder)
+
+
+def _write(file: int, data: bytes | bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
 def _parts(name: str) -> list[str]:
     if name.startswith("/"):
         raise _Skip("an absolute path")
@@ -283,9 +270,9 @@ def _parts(name: str) -> list[str]:
     return parts
 
 
-def _pax_records(data: bytes) -> dict[str, str]:
-    """Records ``<length> <key>=<value>\\n`` of an extended header."""
-    values: dict[str, str] = {}
+def _pax_path(data: bytes) -> str:
+    """The path that an extended header names, or nothing. Its records are ``<length> <key>=<value>`` and a newline."""
+    path = ""
     start = 0
     while start < len(data) and data[start]:
         space = data.find(b" ", start, start + 8)
@@ -294,9 +281,10 @@ def _pax_records(data: bytes) -> dict[str, str]:
         if not space < end <= len(data) or data[end - 1 : end] != b"\n":
             raise _BadArchive("the archive has a broken extended header")
         key, _, value = data[space + 1 : end - 1].partition(b"=")
-        values[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        if key == b"path":
+            path = value.decode("utf-8", "surrogateescape")
         start = end
-    return values
+    return path
 
 
 def _printable(name: str) -> str:

@@ -43,18 +43,8 @@ class Entry(Record, extra="ignore"):
         return self.row_index, self.run_index
 
 
-class _Waiting:
-    """An entry that is on its way to the disk."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.line = json_line(entry.model_dump(exclude_none=True, exclude_defaults=True), canonical=True)
-        self.done = False
-        self.error: StoreError | None = None
-
-
 class Journal:
-    """Appends entries durably. Entries that arrive while one flush is under way share the next.
+    """Appends entries durably, one at a time.
 
     :raises StoreError: the file cannot be opened, or a line before the last is damaged.
     """
@@ -65,15 +55,12 @@ class Journal:
         self.torn_bytes = 0
         """Length of a half-written last line that was dropped: the process was killed while writing it."""
         self._size = 0
-        self._broken = False
         self._lock = anyio.Lock()
-        self._waiting: list[_Waiting] = []
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 self._replay()
-                if self.torn_bytes:
-                    os.ftruncate(self._descriptor, self._size)
+                os.ftruncate(self._descriptor, self._size)
                 os.fsync(self._descriptor)
                 sync_folder(path.parent)
             except BaseException:
@@ -101,43 +88,25 @@ class Journal:
 
         :raises StoreError: it is not; the journal holds what it held before.
         """
-        mine = _Waiting(entry)
-        self._waiting.append(mine)
+        line = json_line(entry.model_dump(exclude_none=True, exclude_defaults=True), canonical=True)
         with anyio.CancelScope(shield=True):  # a flush cannot be called back, and it ends by itself
             async with self._lock:
-                if not mine.done:
-                    await self._commit()
-        if mine.error is not None:
-            raise StoreError(mine.error.message, hint=mine.error.hint)
-
-    async def _commit(self) -> None:
-        batch, self._waiting = self._waiting, []
-        try:
-            await anyio.to_thread.run_sync(self._write, b"".join(waiting.line for waiting in batch))
-        except StoreError as error:
-            for waiting in batch:
-                waiting.error = error
-        else:
-            self.latest.update({waiting.entry.key: waiting.entry for waiting in batch})
-        for waiting in batch:
-            waiting.done = True
+                await anyio.to_thread.run_sync(self._write, line)
+                self.latest[entry.key] = entry
 
     def _write(self, data: bytes) -> None:
-        if self._broken:
-            raise StoreError(
-                f"{self.path} could not be repaired after a failed write", hint="Run the same command again."
-            )
         with writing(self.path):
+            os.ftruncate(
+                self._descriptor, self._size
+            )  # half a line of a failed write must never stand before a whole one
             try:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(self._descriptor, view) :]
                 os.fsync(self._descriptor)
             except OSError:
-                self._broken = True
-                with suppress(OSError):  # half a line must never stand before a whole one
+                with suppress(OSError):
                     os.ftruncate(self._descriptor, self._size)
-                    self._broken = False
                 raise
         self._size += len(data)
 

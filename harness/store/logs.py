@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -14,8 +14,6 @@ import anyio.to_thread
 from harness.models import CallRecord
 from harness.store.files import Redact, clean, json_line, utc_now, writing
 
-_CALLS_HELD = 4
-_TEXT_HELD = 64 * 1024
 _LONGEST_SECRET = 4096
 
 
@@ -25,10 +23,13 @@ class Spool[T](ABC):
     ``write`` waits for the disk when too much is held, and does nothing once the spool is closed: the trial is over.
     """
 
+    most_held: ClassVar[int]
+
     def __init__(self, path: Path, redact: Redact) -> None:
         self.path = path
         self._redact = redact
         self._held: list[T] = []
+        self._size = 0
         self._lock = anyio.Lock()
         self._closed = False
 
@@ -37,7 +38,8 @@ class Spool[T](ABC):
         if self._closed:
             return
         self._held.append(item)
-        if self._full():
+        self._size += self._measure(item)
+        if self._size >= self.most_held:
             await self._flush(last=False)
 
     async def aclose(self) -> None:
@@ -49,12 +51,11 @@ class Spool[T](ABC):
 
     async def _flush(self, last: bool) -> None:
         async with self._lock:
-            items, self._held = self._held, []
+            items, self._held, self._size = self._held, [], 0
             await anyio.to_thread.run_sync(self._append, items, last)
 
     def _append(self, items: list[T], last: bool) -> None:
-        data = self._encode(items, last)
-        if data:
+        if data := self._encode(items, last):
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -62,7 +63,8 @@ class Spool[T](ABC):
                     file.write(data)
 
     @abstractmethod
-    def _full(self) -> bool: ...
+    def _measure(self, item: T) -> int:
+        """How much of ``most_held`` it takes."""
 
     @abstractmethod
     def _encode(self, items: list[T], last: bool) -> bytes: ...
@@ -71,15 +73,16 @@ class Spool[T](ABC):
 class CallLog(Spool[CallRecord]):
     """``calls.jsonl`` of one trial, in the order in which the calls ended; ``index`` is the order of dispatch."""
 
-    def _full(self) -> bool:
-        return len(self._held) >= _CALLS_HELD
+    most_held = 4
+
+    def _measure(self, item: CallRecord) -> int:
+        return 1
 
     def _encode(self, items: list[CallRecord], last: bool) -> bytes:
         lines = []
         for call in items:
             data = call.model_dump()
-            for name in ("path", "request", "response", "error"):
-                data[name] = clean(data[name], self._redact)
+            data |= {name: clean(data[name], self._redact) for name in ("path", "request", "response", "error")}
             lines.append(json_line(data))
         return b"".join(lines)
 
@@ -87,22 +90,18 @@ class CallLog(Spool[CallRecord]):
 class TextLog(Spool[str]):
     """Output of the rollout, cut at ``limit`` bytes with a mark. Secrets are found across the pieces it arrives in."""
 
+    most_held = 64 * 1024
+
     def __init__(self, path: Path, redact: Redact, limit: int) -> None:
         super().__init__(path, redact)
         self._left = limit
         self._dropped = 0
-        self._length = 0
         self._rest = ""
 
-    async def write(self, item: str) -> None:
-        self._length += len(item)
-        await super().write(item)
-
-    def _full(self) -> bool:
-        return self._length >= _TEXT_HELD
+    def _measure(self, item: str) -> int:
+        return len(item)
 
     def _encode(self, items: list[str], last: bool) -> bytes:
-        self._length = 0
         text = self._redact(self._rest + "".join(items))
         # A secret whose end is still to come lies within the last characters: they wait for it.
         cut = len(text) if last else max(0, len(text) - _LONGEST_SECRET)

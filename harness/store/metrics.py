@@ -11,19 +11,13 @@ from harness.store.journal import Entry
 
 def index_row(entry: Entry, *, trajectory: bool, resumed: bool) -> dict[str, Any]:
     """One line of ``index.jsonl``; absent values are left out, never null."""
-    row = {
-        "row_index": entry.row_index,
-        "run_index": entry.run_index,
-        "rollout_id": entry.rollout_id,
-        "trajectory_filename": "trajectory.json" if trajectory else None,
-        "status": entry.status,
-        "reward": entry.reward,
-        "tokens": entry.tokens,
-        "duration_ms": entry.duration_ms,
-        "error_type": entry.error_type,
-        "resumed": resumed or None,
-    }
-    return {name: value for name, value in row.items() if value is not None}
+    names = {"row_index", "run_index", "rollout_id", "status", "reward", "tokens", "duration_ms", "error_type"}
+    row = entry.model_dump(include=names, exclude_none=True)
+    if trajectory:
+        row["trajectory_filename"] = "trajectory.json"
+    if resumed:
+        row["resumed"] = True
+    return row
 
 
 def summarize(entries: Sequence[Entry], pass_threshold: float) -> dict[str, Any]:
@@ -68,12 +62,10 @@ def _pass_at_k(counted: Sequence[Entry], pass_threshold: float, runs: int) -> li
         passed = entry.reward is not None and entry.reward >= pass_threshold
         attempts.setdefault(entry.row_index, []).append(passed)
     points = []
-    k = 1
-    while k <= runs:
+    for k in (2**power for power in range(runs.bit_length())):
         values = [pass_at_k(len(row), sum(row), k) for _, row in sorted(attempts.items()) if len(row) >= k]
         if values:
             points.append({"k": k, "value": statistics.fmean(values)})
-        k *= 2
     return points
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 
 from harness.errors import StoreError
@@ -30,11 +31,9 @@ def check_name(name: str) -> str:
 
     :raises StoreError: it is not.
     """
-    if not name or len(name) > MAX_LENGTH:
-        raise StoreError(f"a run's name must have 1 to {MAX_LENGTH} characters: {name[:MAX_LENGTH]!r}")
-    if name[0] in "-." or not all(char in "._-" or char.isalnum() for char in name):
+    if not re.fullmatch(rf"\w[\w.-]{{0,{MAX_LENGTH - 1}}}", name):
         raise StoreError(
-            f"run name {name!r} cannot be used",
-            hint="Start with a letter or digit and use only letters, digits, '.', '_' and '-'.",
+            f"run name {name[: MAX_LENGTH + 1]!r} cannot be used",
+            hint=f"Start with a letter or digit; at most {MAX_LENGTH} letters, digits, '.', '_' and '-'.",
         )
     return name

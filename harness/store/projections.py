@@ -44,8 +44,8 @@ def trial_dir(run_dir: Path, rollout_id: str) -> Path:
 def has_trajectory(run_dir: Path, entry: Entry) -> bool:
     """Whether the transcript is there and whole; after a power cut it may be there and empty."""
     with suppress(OSError), (trial_dir(run_dir, entry.rollout_id) / "trajectory.json").open("rb") as file:
-        file.seek(-3, os.SEEK_END)
-        return file.read() == b"]}\n"
+        file.seek(-2, os.SEEK_END)
+        return file.read() == b"}\n"
     return False
 
 

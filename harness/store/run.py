@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,6 @@ import anyio
 import anyio.to_thread
 from pydantic import ValidationError
 
-from harness.errors import StoreError
 from harness.models import CallRecord, Record, Row, Sample, TrialRecord
 from harness.store import projections
 from harness.store.artifacts import remove_unsafe
@@ -30,7 +29,7 @@ from harness.store.lock import locked
 from harness.store.logs import CallLog, RunLog, TextLog
 from harness.store.manifest import Manifest, Retry, RunInfo, RunInputs
 from harness.store.names import check_name, generate_name
-from harness.store.trajectory import encode, to_trajectory, tool_calls
+from harness.store.trajectory import to_trajectory, tool_calls
 
 DEFAULT_OUTPUT = Path(".osmosis/evals")
 
@@ -67,6 +66,8 @@ class RunStore:
         self,
         run_dir: Path,
         manifest: Manifest,
+        journal: Journal,
+        log: RunLog,
         inputs: RunInputs,
         info: RunInfo,
         *,
@@ -86,22 +87,10 @@ class RunStore:
         self._started = time.monotonic()
         self._calls: dict[str, CallLog] = {}
         self._claimed: set[Key] = set()
-        self._closing = ExitStack()
-        try:
-            self.log = RunLog(run_dir / "logs.txt", redact)
-            self._closing.callback(self.log.close)
-            self._journal = Journal(run_dir / "events.jsonl")
-            self._closing.callback(self._journal.close)
-            self._resumed = set(self._journal.latest)
-            self._reopened = {key for key, entry in self._journal.latest.items() if _reopens(entry, retry)}
-            if self._journal.torn_bytes:
-                self.tell(
-                    f"dropped a half-written last line ({self._journal.torn_bytes} bytes) of {self._journal.path}"
-                )
-            self._write_summaries("running")
-        except BaseException:
-            self._closing.close()
-            raise
+        self._journal = journal
+        self.log = log
+        self._resumed = set(journal.latest)
+        self._reopened = {key for key, entry in journal.latest.items() if _reopens(entry, retry)}
 
     @classmethod
     @contextmanager
@@ -129,28 +118,27 @@ class RunStore:
         run_dir = output.absolute() / name
         path = run_dir / "manifest.json"
         with locked(output / ".locks" / f"{name}.lock", name):
-            if run_dir.is_symlink():
-                raise StoreError(
-                    f"run directory {run_dir} is a symbolic link", hint="Remove it or choose another --name."
-                )
             notes = []
             if fresh and path.exists():
                 notes.append(f"archived previous results to {_archive(run_dir)}")
             created = not path.exists()
-            if created:
-                manifest = Manifest.create(path, name, inputs, info, redact)
-            else:
-                manifest = Manifest.read(path)
-                changed = manifest.accept(path, name, inputs, retry)
-                if changed:
-                    notes.append(
-                        f"{', '.join(changed)} changed since this run began: what is retried runs the new one "
-                        f"(generation {manifest.generation} in manifest.json), the other results stay"
-                    )
-            store = cls(run_dir, manifest, inputs, info, created=created, retry=retry, redact=redact)
-            with store._closing:
+            manifest = Manifest.create(path, name, inputs, info, redact) if created else Manifest.read(path)
+            if changed := manifest.accept(path, name, inputs, retry):
+                notes.append(
+                    f"{', '.join(changed)} changed since this run began: what is retried runs the new one "
+                    f"(generation {manifest.generation} in manifest.json), the other results stay"
+                )
+            with (
+                closing(RunLog(run_dir / "logs.txt", redact)) as log,
+                closing(Journal(run_dir / "events.jsonl")) as journal,
+            ):
+                if journal.torn_bytes:
+                    notes.append(f"dropped a half-written last line ({journal.torn_bytes} bytes) of {journal.path}")
+                store = cls(run_dir, manifest, journal, log, inputs, info, created=created, retry=retry, redact=redact)
                 for note in notes:
-                    store.tell(note)
+                    store.notes.append(note)
+                    log.write("warning", "run", note)
+                store._write_summaries("running")
                 yield store
 
     @property
@@ -162,11 +150,6 @@ class RunStore:
     def planned(self) -> int:
         """How many trials the whole run has."""
         return self._info.sampled_rows * self._inputs.n
-
-    def tell(self, note: str) -> None:
-        """Keep a note for the user, in ``notes`` and in the run's log."""
-        self.notes.append(note)
-        self.log.write("warning", "run", note)
 
     def pending(self, rows: Sequence[Row], n: int) -> list[tuple[Row, int]]:
         """Trials without a final result, and those that ``retry`` reopened, group by group."""
@@ -197,9 +180,7 @@ class RunStore:
         final = trial.status != "cancelled"
         if final:
             if not self._is_open(key):
-                self.log.write(
-                    "warning", "record", "ignored a late or second result", rollout_id=trial.rollout_id, key=key
-                )
+                self.log.write("warning", "record", "ignored a second result", rollout_id=trial.rollout_id, key=key)
                 return False
             self._claimed.add(key)
         with anyio.CancelScope(shield=True):
@@ -220,8 +201,7 @@ class RunStore:
 
         :raises StoreError: the disk refuses. The journal is safe, and ``finish`` can be called again.
         """
-        complete = len(self._journal.latest) >= self.planned
-        return await anyio.to_thread.run_sync(self._finish, complete)
+        return await anyio.to_thread.run_sync(self._finish)
 
     def discard_if_unused(self) -> None:
         """Remove the directory again if this invocation made it and no trial left anything in it."""
@@ -278,14 +258,16 @@ class RunStore:
             return None
         for call in tool_calls(document):  # they were JSON within a string
             call["arguments"] = self._clean(call["arguments"])
-        return encode(document)
+        return json_line(document)
 
     def _clean(self, value: Any) -> Any:
         return clean(value, self._redact)
 
-    def _finish(self, complete: bool) -> RunResult:
+    def _finish(self) -> RunResult:
+        entries = self.entries
+        complete = len(entries) >= self.planned
         document = self._write_summaries("finished" if complete else "incomplete")
-        for entry in self.entries:
+        for entry in entries:
             projections.project(self.run_dir, entry)
         return RunResult(
             name=self.name,
@@ -295,7 +277,7 @@ class RunStore:
             resumed=len(self._resumed - self._claimed),
             duration_s=time.monotonic() - self._started,
             metrics=document,
-            entries=self.entries,
+            entries=entries,
         )
 
     def _write_summaries(self, status: str) -> dict[str, Any]:
@@ -311,17 +293,16 @@ class RunStore:
         }
         if status == "finished":
             identity["completed_at"] = utc_now()
-        progress = {
-            "total_runs": self.planned,
-            "sampled_rows": self._info.sampled_rows,
-            "total_dataset_rows": self._info.total_dataset_rows,
-        }
         return projections.write_summaries(
             self.run_dir,
             self.entries,
             resumed=self._resumed - self._claimed,
             identity=identity,
-            progress=progress,
+            progress={
+                "total_runs": self.planned,
+                "sampled_rows": self._info.sampled_rows,
+                "total_dataset_rows": self._info.total_dataset_rows,
+            },
             pass_threshold=self._info.pass_threshold,
         )
 
@@ -343,19 +324,13 @@ def _read_calls(path: Path) -> Iterator[CallRecord]:
 
 
 def _unused_name(output: Path) -> str:
-    for _ in range(1000):
-        name = generate_name()
-        if not (output / name).exists():
-            return name
-    raise StoreError(f"no free generated name is left in {output}", hint="Give the run a --name.")
+    while (output / (name := generate_name())).exists():
+        pass
+    return name
 
 
 def _archive(run_dir: Path) -> Path:
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    target, suffix = run_dir.with_name(f"{run_dir.name}.archive-{stamp}"), 0
-    while target.exists():
-        suffix += 1
-        target = run_dir.with_name(f"{run_dir.name}.archive-{stamp}-{suffix}")
+    target = run_dir.with_name(f"{run_dir.name}.archive-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
     with writing(target):
         run_dir.rename(target)
         sync_folder(run_dir.parent)

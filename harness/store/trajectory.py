@@ -2,35 +2,21 @@
 
 The SDK is not imported: rollouts choose their version of it, and the harness works without. What it writes must equal
 what ``osmosis_ai.rollout.trajectory`` 0.3.8 writes for the same messages; the tests compare the two. Unlike the SDK we
-own the relay, so the agent's steps carry the token ids and log-probabilities that the policy gave.
+own the relay, so usage, token ids and log-probabilities are those of the calls and not what messages say of themselves.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
-
-from pydantic import BaseModel, ValidationError
 
 from harness.models import CallRecord, Row, Sample, TrialRecord
 
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent", "user": "user"}
-_DETAILS = ("prompt_tokens_details", "input_tokens_details", "completion_tokens_details", "output_tokens_details")
 
 Document = dict[str, Any]
-
-
-class _Usage(BaseModel, allow_inf_nan=False):
-    """Usage that a message carries; numbers are coerced, or refused, as the SDK's model does it."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    cost_usd: float | None = None
-    extra: dict[str, Any] | None = None
 
 
 def to_trajectory(trial: TrialRecord, row: Row, calls: Iterable[CallRecord], model: str) -> Document | None:
@@ -77,15 +63,6 @@ def to_trajectory(trial: TrialRecord, row: Row, calls: Iterable[CallRecord], mod
             for index, (other, other_steps) in enumerate(others, start=1)
         ]
     return document
-
-
-def encode(document: Document) -> bytes:
-    """As JSON, one step a line: readable, and quick with long arrays of token ids."""
-    head = json.dumps(
-        {key: value for key, value in document.items() if key != "steps"}, ensure_ascii=False, allow_nan=False
-    )
-    steps = ",\n".join(json.dumps(step, ensure_ascii=False, allow_nan=False) for step in document["steps"])
-    return f'{head[:-1]}, "steps": [\n{steps}\n]}}\n'.encode()
 
 
 def tool_calls(document: Document) -> Iterator[Document]:
@@ -143,13 +120,10 @@ def _step(number: int, message: Mapping[str, Any], role: str) -> Document:
     step: Document = {"step_id": number, "source": source, "message": _text(message.get("content"))}
     extra: Document = {} if role in _SOURCES else {"original_role": role}
     if source == "agent":
-        usage = _usage(message)
-        step |= agent_only | _present({"model_name": _model(message), "metrics": usage})
-        if usage:
-            step["llm_call_count"] = 1
+        step |= agent_only
     else:
         extra |= agent_only
-    return step | _present({"timestamp": _timestamp(message), "extra": extra or None})
+    return step | _present({"extra": extra or None})
 
 
 def _add_observation(steps: list[Document], message: Mapping[str, Any], role: str) -> None:
@@ -205,59 +179,6 @@ def _text(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, default=str)
 
 
-def _response(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = message.get("extra")
-    response = extra.get("response") if isinstance(extra, dict) else None
-    return response if isinstance(response, dict) else {}
-
-
-def _model(message: Mapping[str, Any]) -> str | None:
-    name = message.get("model") or message.get("model_name") or _response(message).get("model")
-    return str(name) if name else None
-
-
-def _usage(message: Mapping[str, Any]) -> Document | None:
-    usage = message.get("usage")
-    if not isinstance(usage, dict):
-        usage = _response(message).get("usage")
-        if not isinstance(usage, dict):
-            return None
-
-    def first(*names: str) -> Any:
-        return next((usage[name] for name in names if usage.get(name) is not None), None)
-
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = usage.get("cached_tokens")
-    if cached is None and isinstance(details, dict):
-        cached = details.get("cached_tokens")
-    extra = {name: value for name in _DETAILS if isinstance(value := usage.get(name), dict) and value}
-    try:
-        metrics = _Usage(
-            prompt_tokens=first("prompt_tokens", "input_tokens"),
-            completion_tokens=first("completion_tokens", "output_tokens"),
-            cached_tokens=cached,
-            cost_usd=usage.get("cost_usd"),
-            extra=extra or None,
-        )
-    except ValidationError:
-        return None
-    return metrics.model_dump(exclude_none=True) or None
-
-
-def _timestamp(message: Mapping[str, Any]) -> str | None:
-    extra = message.get("extra")
-    values = [message.get(name) for name in ("created_at", "timestamp", "completed_at")]
-    for value in [*values, extra.get("timestamp") if isinstance(extra, dict) else None]:
-        try:
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return datetime.fromtimestamp(value, tz=UTC).isoformat()
-            if isinstance(value, str):
-                return datetime.fromisoformat(value.replace("Z", "+00:00")).isoformat()
-        except (OSError, OverflowError, ValueError):
-            continue
-    return None
-
-
 def _call_metrics(call: CallRecord) -> Document:
     tokens: Document = {}
     if call.tokens_complete:
@@ -272,7 +193,7 @@ def _attach(steps: list[Document], metrics: list[Document]) -> list[Document]:
         return metrics
     for step, entry in zip(agent, metrics, strict=True):
         if entry:
-            step["metrics"] = step.get("metrics", {}) | entry
+            step["metrics"] = entry
         step["llm_call_count"] = 1
     return []
 

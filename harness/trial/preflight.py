@@ -21,6 +21,7 @@ async def check_session(session: Session, policy: Policy) -> None:
     except (ChannelError, TimeoutError) as error:
         raise await gone(session.sandbox, error) from None
     if probed.status == 200:
+        session.lease.restart()
         return
     await check_policy(policy)  # says exactly what is wrong, where the policy is to blame
     failure = session.lease.failure

@@ -125,7 +125,7 @@ async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_
     def on_egress(record: EgressRecord) -> None:
         on_log("egress", record.model_dump_json() + "\n", 0)
 
-    lease = blueprint.relay.admit(on_call=on_call, allow=blueprint.settings.allow, on_egress=on_egress)
+    lease = Lease(blueprint.relay, on_call=on_call, on_egress=on_egress, allow=blueprint.settings.allow)
     sandbox = await blueprint.provider.create(spec)
     healthy = False
     try:

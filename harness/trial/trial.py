@@ -207,8 +207,8 @@ class TrialRunner:
             resources=self._fleet.blueprint.settings.resources,
             policy=session.lease.failure,
         )
-        if attempt.failure is None and session.lease.failure is not None:
-            attempt.warnings.append(f"a model call failed at the policy: {session.lease.failure.message}")
+        if attempt.failure is None and (failed := session.lease.usage.failed_calls):
+            attempt.warnings.append(f"{failed} of {session.lease.usage.calls} model calls failed, see calls.jsonl")
 
     async def _collect(self, session: Session, files: TrialFiles, attempt: _Attempt) -> None:
         """Take the artifacts out, of failed workflows too. What cannot be had is a warning, never a failure."""

@@ -20,7 +20,7 @@ import harness.guest
 from harness.channel import Guest, Loaded
 from harness.guest import command
 
-TOKEN = "token-of-this-sandbox"  # noqa: S105
+TOKEN = "token-of-this-sandbox"
 
 
 def code_tar(**files: str) -> bytes:

@@ -76,7 +76,8 @@ async def test_a_stream_that_the_host_drops_is_reset_in_the_sandbox(box: Boxes) 
     async with box(serve=cut) as made:
         body = (
             "import http.client\n"
-            "c = http.client.HTTPConnection('127.0.0.1', int(os.environ['OPENAI_BASE_URL'].split(':')[2].split('/')[0]))\n"
+            "port = int(os.environ['OPENAI_BASE_URL'].split(':')[2].split('/')[0])\n"
+            "c = http.client.HTTPConnection('127.0.0.1', port)\n"
             "c.request('GET', '/')\n"
             "await asyncio.to_thread(lambda: c.getresponse().read())"
         )

@@ -101,5 +101,3 @@ def test_overlapping_secrets_leave_no_rest() -> None:
     assert Redactor(["abcd", "cdef"]).redact("-abcdef-") == "-[REDACTED]-"
     assert Redactor(["aa"]).redact("aaa") == "[REDACTED]"
     assert Redactor(["RED"]).redact("RED") == "[REDACTED]"
-
-

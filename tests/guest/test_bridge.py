@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import anyio
@@ -21,7 +22,7 @@ from anyio.abc import ByteStream, SocketStream
 pytest.importorskip("daytona")
 from harness.channel import Guest
 from harness.errors import ProtocolError
-from harness.sandbox.daytona.provider import guest_zip
+from harness.sandbox.daytona.sandbox import guest_zip
 from harness.sandbox.daytona.stream import ResumingStream, Socket
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
@@ -44,7 +45,13 @@ class Bridge:
         archive.write_bytes(guest_zip())
         self.port, self.lease_s = free_port(), lease_s
         user = 0 if os.geteuid() == 0 else None  # root stays root: others may not reach this interpreter
-        boot = {"root": str(root / "sandbox"), "uid": user, "gid": user, "lease_s": lease_s, "limits": {}}
+        boot: dict[str, Any] = {
+            "root": str(root / "sandbox"),
+            "uid": user,
+            "gid": user,
+            "lease_s": lease_s,
+            "limits": {},
+        }
         options = {"port": self.port, "log": str(root / "log"), "keep_alive_s": lease_s / 6, "boot": boot}
         code = f"import sys; sys.path.insert(0, {str(archive)!r}); from harness_guest.bridge import main; main()"
         command = [sys.executable, "-I", "-S", "-c", code, json.dumps(options)]
@@ -76,24 +83,24 @@ class Bridge:
     async def proxy(self, client: SocketStream) -> None:
         with anyio.CancelScope() as link, suppress(OSError, anyio.BrokenResourceError, anyio.EndOfStream):
             self._links.add(link)
-            async with client, await anyio.connect_tcp("127.0.0.1", self.port) as bridge:
-                async with anyio.create_task_group() as tasks:
+            bridge = await anyio.connect_tcp("127.0.0.1", self.port)
+            async with client, bridge, anyio.create_task_group() as tasks:
 
-                    async def pump(source: ByteStream, sink: ByteStream) -> None:
-                        with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
-                            while True:
-                                data = await source.receive()
-                                if self.silent:
-                                    continue
-                                await sink.send(data)
-                                if self.budget >= 0:
-                                    self.budget -= len(data)
-                                    if self.budget < 0:
-                                        break
-                        tasks.cancel_scope.cancel()
+                async def pump(source: ByteStream, sink: ByteStream) -> None:
+                    with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+                        while True:
+                            data = await source.receive()
+                            if self.silent:
+                                continue
+                            await sink.send(data)
+                            if self.budget >= 0:
+                                self.budget -= len(data)
+                                if self.budget < 0:
+                                    break
+                    tasks.cancel_scope.cancel()
 
-                    tasks.start_soon(pump, client, bridge)
-                    tasks.start_soon(pump, bridge, client)
+                tasks.start_soon(pump, client, bridge)
+                tasks.start_soon(pump, bridge, client)
         self._links.discard(link)
 
     async def serve(self, connection: ByteStream) -> None:
@@ -130,6 +137,22 @@ async def running(lease_s: float = 30.0) -> AsyncIterator[tuple[Bridge, Resuming
         folder.cleanup()
 
 
+def talking(bridge: Bridge, stream: ResumingStream) -> Guest:
+    return Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=bridge.lease_s)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    with anyio.fail_after(20):
+        while not true():  # nothing tells of it
+            await anyio.sleep(0.02)
+
+
+async def ended(stream: ResumingStream) -> None:
+    """Read to the end."""
+    while True:
+        await stream.receive()
+
+
 async def loaded(guest: Guest) -> None:
     """With an entry point that cannot be imported: the supervisor and its port work as with any."""
     await guest.hello(20)
@@ -140,48 +163,43 @@ async def loaded(guest: Guest) -> None:
 
 
 async def test_a_guest_is_driven_over_it_and_its_end_is_reported() -> None:
-    async with running() as (bridge, stream):
-        async with Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=30) as guest:
-            await loaded(guest)
-            assert (await guest.probe("/v1/x", {}, 20)).status == 200
-            guest.exit()
-            with anyio.fail_after(20):
-                while guest.alive:
-                    await anyio.sleep(0.01)
-        assert stream.last_words == {"code": 0, "oom_kills": 0, "last_lines": ""}
+    async with running() as (bridge, stream), talking(bridge, stream) as guest:
+        await loaded(guest)
+        assert (await guest.probe("/v1/x", {}, 20)).status == 200
+        guest.exit()
+        await until(lambda: not guest.alive)
+    assert stream.last_words == {"code": 0, "oom_kills": 0, "last_lines": ""}
     assert bridge.calls == 1
 
 
 @pytest.mark.parametrize("budget", [1, 150, 700, 4_000, 30_000])
 async def test_cuts_anywhere_lose_nothing_and_repeat_nothing(budget: int) -> None:
-    async with running() as (bridge, stream):
-        async with Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=30) as guest:
+    async with running() as (bridge, stream), talking(bridge, stream) as guest:
+        bridge.budget = budget
+        bridge.cut()
+        await loaded(guest)
+        for _ in range(4):
             bridge.budget = budget
-            bridge.cut()
-            await loaded(guest)
-            for _ in range(4):
-                bridge.budget = budget
-                probed = await guest.probe("/v1/x", {"text": "y" * 50_000}, 20)
-                assert (probed.status, probed.body) == (200, "x" * 4096)
+            probed = await guest.probe("/v1/x", {"text": "y" * 50_000}, 20)
+            assert (probed.status, probed.body) == (200, "x" * 4096)
     assert bridge.calls == 4
     assert stream.dials > 3
 
 
 async def test_a_connection_that_fell_silent_is_replaced() -> None:
-    async with running(lease_s=3) as (bridge, stream):
-        async with Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=3) as guest:
-            await loaded(guest)
-            bridge.silent = True
+    async with running(lease_s=3) as (bridge, stream), talking(bridge, stream) as guest:
+        await loaded(guest)
+        bridge.silent = True
 
-            async def heal() -> None:
-                await anyio.sleep(0.5)
-                bridge.silent = False  # for new connections; the old ones have lost bytes
+        async def heal() -> None:
+            await anyio.sleep(0.5)
+            bridge.silent = False  # for new connections; the old ones have lost bytes
 
-            before = stream.dials
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(heal)
-                probed = await guest.probe("/v1/x", {}, 20)
-            assert probed.status == 200
+        before = stream.dials
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(heal)
+            probed = await guest.probe("/v1/x", {}, 20)
+        assert probed.status == 200
     assert stream.dials > before
     assert bridge.calls == 1
 
@@ -192,7 +210,7 @@ async def test_who_does_not_know_the_secret_cannot_take_over() -> None:
         with pytest.raises(anyio.BrokenResourceError) as refused:
             await intruder.open(20)
         assert isinstance(refused.value.__cause__, ProtocolError)
-        async with Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=30) as guest:
+        async with talking(bridge, stream) as guest:
             await loaded(guest)
         assert stream.dials == 1
 
@@ -203,7 +221,7 @@ async def test_other_bytes_on_its_port_do_no_harm() -> None:
             async with await anyio.connect_tcp("127.0.0.1", bridge.port) as connection:
                 with suppress(anyio.BrokenResourceError):
                     await connection.send(garbage)
-        async with Guest(stream, serve=bridge.serve, on_log=lambda *_: None, lease_s=30) as guest:
+        async with talking(bridge, stream) as guest:
             await loaded(guest)
             assert (await guest.probe("/v1/x", {}, 20)).status == 200
 
@@ -212,18 +230,15 @@ async def test_it_ends_when_its_host_does_not_come_back() -> None:
     async with running(lease_s=1) as (bridge, stream):
         await stream.receive()
         bridge.cut()
-        with anyio.fail_after(20):
-            while not bridge.over():
-                await anyio.sleep(0.05)
+        await until(bridge.over)
 
 
 async def test_a_supervisor_that_was_killed_is_reported_as_that() -> None:
     async with running() as (bridge, stream):
         await stream.receive()
-        children = Path(f"/proc/{bridge.pid}/task/{bridge.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        children = await anyio.Path(f"/proc/{bridge.pid}/task/{bridge.pid}/children").read_text()
+        os.kill(int(children.split()[0]), signal.SIGKILL)
         with anyio.fail_after(20), pytest.raises(anyio.EndOfStream):
-            while True:
-                await stream.receive()
+            await ended(stream)
         assert stream.last_words is not None
         assert stream.last_words["code"] == 137

@@ -153,7 +153,7 @@ def raw(*pieces: bytes) -> Step:
 
 async def until(true: Callable[[], object]) -> None:
     with anyio.fail_after(10):
-        while not true():  # noqa: ASYNC110 - what is waited for is another process' or library's doing
+        while not true():
             await anyio.sleep(0.01)
 
 
@@ -287,7 +287,7 @@ async def box(
     records: list[CallRecord] = []
     egress: list[EgressRecord] = []
     async with Relay(policy, settings, sampling=sampling or {}) as relay, anyio.create_task_group() as tasks:
-        lease = relay.admit(on_call=records.append, allow=allow, limits=limits, on_egress=egress.append)
+        lease = Lease(relay, on_call=records.append, on_egress=egress.append, allow=allow, limits=limits)
         yield Box(relay, lease, records, egress, tasks)
         await lease.revoke()
         tasks.cancel_scope.cancel()

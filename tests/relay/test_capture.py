@@ -36,10 +36,10 @@ def test_vllm_tokens_of_a_stream() -> None:
         chunk({"content": "b"}, "stop", choice={"token_ids": [12], **logprobs(("c", -2.0, None))}, usage=usage),
     )
     tokens = tokens_of(response)
-    assert tokens.prompt_ids == [1, 2]
-    assert tokens.completion_ids == [10, 11, 12]
+    assert tokens.prompt_token_ids == [1, 2]
+    assert tokens.completion_token_ids == [10, 11, 12]
     assert tokens.logprobs == [-0.5, -1.0, -2.0]
-    assert tokens.complete
+    assert tokens.tokens_complete
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_vllm_tokens_of_a_stream() -> None:
 )
 def test_token_ids_of_plain_answers(choice: dict[str, Any], ids: list[int]) -> None:
     tokens = tokens_of(completion(choice=choice))
-    assert tokens.completion_ids == ids
-    assert tokens.complete
+    assert tokens.completion_token_ids == ids
+    assert tokens.tokens_complete
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_token_ids_of_plain_answers(choice: dict[str, Any], ids: list[int]) -> N
     ],
 )
 def test_tokens_that_do_not_add_up_are_not_complete(choice: dict[str, Any]) -> None:
-    assert not tokens_of(completion(choice=choice)).complete
+    assert not tokens_of(completion(choice=choice)).tokens_complete
 
 
 def test_tool_calls_without_an_index() -> None:
@@ -95,7 +95,7 @@ def test_cutting_anywhere_changes_nothing_and_yields_whole_events_only(cuts: lis
     edges = [0, *sorted(cut for cut in cuts if cut < len(stream)), len(stream)]
     cutter = EventCutter()
     out = [cutter.feed(stream[a:b]) for a, b in pairwise(edges)]
-    assert b"".join(out) + cutter.rest() == stream
+    assert b"".join(out) + cutter.end() == stream
     assert all(not piece or piece.endswith(newline * 2) for piece in out)
     assert [data for piece in out for data in payloads(piece)] == payloads(stream)
     assert payloads(stream)[-2:] == [b"1\n2", b"[DONE]"]

@@ -153,16 +153,3 @@ async def test_noise_and_early_ends_cost_only_the_connection(data: bytes) -> Non
         await peer.stream.send(data)
         await peer.stream.aclose()
         assert (await (await it.connect()).ask()).status == 200
-
-
-async def test_large_upload_asks_first() -> None:
-    async with scripted(says(completion())) as server, box(server.policy()) as it:
-        peer = await it.connect()
-        head = (
-            PATH
-            + f"Authorization: Bearer {it.lease.token}\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n".encode()
-        )
-        await peer.stream.send(head)
-        assert await peer._until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue"
-        await peer.stream.send(b"{}")
-        assert (await peer.reply()).status == 200

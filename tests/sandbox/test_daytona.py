@@ -1,4 +1,4 @@
-"""The provider against the stand-in service: real sandboxes, the unmodified SDK, and every fault the service can have."""
+"""The provider against the stand-in service: real sandboxes, the unmodified SDK, and the faults that a service has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.errors import OutOfMemory, ProviderUnavailable, QuotaError, Sandbox
 from harness.models import Resources
 from harness.sandbox.base import Environment, SandboxSettings, SandboxSpec
 from harness.sandbox.daytona import DaytonaProvider, limits, provider
-from harness.sandbox.daytona.provider import DaytonaSandbox
+from harness.sandbox.daytona.sandbox import DaytonaSandbox
 from harness.sandbox.owner import reap, this_process
 from harness.trial.session import gone
 from tests.support.daytona import (
@@ -82,9 +82,7 @@ async def here(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DaytonaSt
 
 async def settled(service: DaytonaStandIn) -> None:
     """Nothing is left behind, once what is being destroyed is gone."""
-    with anyio.fail_after(20):
-        while service.sandboxes:
-            await anyio.sleep(0.05)
+    await until(lambda: not service.sandboxes)
 
 
 async def serve(connection: ByteStream) -> None:
@@ -110,7 +108,7 @@ async def asks(guest: Guest) -> None:
 
 async def until(true: Callable[[], bool]) -> None:
     with anyio.fail_after(30):
-        while not true():
+        while not true():  # nothing tells of it
             await anyio.sleep(0.02)
 
 
@@ -168,8 +166,8 @@ async def test_the_service_does_not_stop_a_sandbox_that_is_waiting(monkeypatch: 
     async with account(monkeypatch, heartbeat_s=0.1) as (service, daytona):
         async with await daytona.create(spec()) as sandbox, conversation(sandbox) as guest:
             for _ in range(4):
-                seen = service.requests.count("POST /sandbox/{id}/last-activity")
-                await until(lambda seen=seen: service.requests.count("POST /sandbox/{id}/last-activity") > seen + 1)
+                service.requests.counts.clear()
+                await until(lambda: service.requests.count("POST /sandbox/{id}/last-activity") > 1)
                 await service.clock.advance(10 * 60)
             await asks(guest)
         await settled(service)
@@ -366,7 +364,7 @@ async def test_a_delete_that_is_stuck_is_the_services_own_affair(
 
 
 async def test_dead_owners_sandboxes_are_reaped_and_no_others(here: tuple[DaytonaStandIn, DaytonaProvider]) -> None:
-    service, daytona = here
+    _, daytona = here
     dead = this_process("dead").model_copy(update={"pid": 2**22 - 1, "started": "1"})
     elsewhere = dead.model_copy(update={"host": "another-machine"})
     left = [await daytona.create(spec(owner=owner)) for owner in (dead, elsewhere)]

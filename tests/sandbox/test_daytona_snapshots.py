@@ -15,7 +15,7 @@ from harness.models import Resources
 from harness.rollout.lock import Lock
 from harness.sandbox.base import SandboxSettings
 from harness.sandbox.daytona import DaytonaProvider, snapshots
-from tests.sandbox.test_daytona import account, spec
+from tests.sandbox.test_daytona import account, spec, until
 from tests.support.daytona import DaytonaStandIn
 
 pytestmark = [
@@ -88,13 +88,11 @@ async def test_a_package_that_nobody_has_is_a_dependency_error_and_leaves_nothin
     with pytest.raises(DependencyError) as failed:
         await daytona.prepare(wanted, SandboxSettings(), lambda _: None)
     assert "no-such-package" in failed.value.message
-    with anyio.fail_after(10):
-        while len(service.snapshots) > 1:
-            await anyio.sleep(0.05)
+    await until(lambda: len(service.snapshots) == 1)
 
 
 async def test_an_image_that_does_not_exist_is_an_image_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async with account(monkeypatch, images=("python:*",)) as (service, daytona):
+    async with account(monkeypatch, images=("python:*",)) as (_, daytona):
         with pytest.raises(ImageError, match="pull access denied"):
             await daytona.prepare(lock(tmp_path), SandboxSettings(image="nobody/has:this"), lambda _: None)
         with pytest.raises(ImageError, match="no Dockerfile"):
@@ -102,7 +100,7 @@ async def test_an_image_that_does_not_exist_is_an_image_error(monkeypatch: pytes
 
 
 async def test_an_unknown_region_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async with account(monkeypatch) as (service, _):
+    async with account(monkeypatch):
         monkeypatch.setenv("DAYTONA_TARGET", "moon")
         async with DaytonaProvider() as daytona:
             with pytest.raises(ProviderUnavailable, match="moon"):

@@ -76,9 +76,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT], ids=["pax", "gnu", "ustar"]
-)
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT], ids=["pax", "ustar"])
 @pytest.mark.parametrize("step", [1, 511, 1 << 20])
 async def test_ordinary_files_arrive(tmp_path: Path, form: int, step: int) -> None:
     long = "d" * 90 + "/" + "é" * 40 + ".txt"
@@ -194,34 +192,21 @@ async def test_a_broken_stream_is_a_warning(tmp_path: Path) -> None:
     assert "BrokenResourceError" in (report.error or "")
 
 
-SPARSE_PAX = tarfile.TarInfo("s")
-SPARSE_PAX.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.realsize": "99999999999"}
-
-
 @pytest.mark.parametrize(
     ("data", "error"),
     [
         (b"garbage" * 1000, "ended early"),
         (b"", "cut short"),
-        (raw("s", 0, tarfile.GNUTYPE_SPARSE), "sparse"),
         (raw("x", 1 << 40, tarfile.XHDTYPE), "extended header"),
-        (raw("x", 1 << 40, tarfile.GNUTYPE_LONGNAME), "extended header"),
         (raw("x", -5), "negative"),
         (raw("x", 600, tarfile.XHDTYPE) + b"9" * 1024, "broken extended header"),
-        (raw("x", 12, tarfile.XHDTYPE) + b"12 size=-10\n".ljust(512, b"\0") + raw("y", 0), "valid size"),
     ],
-    ids=range(8),
+    ids=range(5),
 )
 async def test_archives_nobody_can_read_end_with_a_reason(tmp_path: Path, data: bytes, error: str) -> None:
     report = await unpack(data, tmp_path)
     assert error in (report.error or "")
     assert tree(tmp_path) == {}
-
-
-async def test_sparse_files_of_pax_are_skipped(tmp_path: Path) -> None:
-    report = await unpack(archive((SPARSE_PAX, b"1\n0\n"), ("a", b"1")), tmp_path)
-    assert tree(tmp_path) == {"a": b"1"}
-    assert report.error is None
 
 
 @pytest.mark.parametrize(
@@ -260,7 +245,7 @@ BASE = archive(("a/b", b"hello" * 200), ("x" * 150, b"1"), (special("l", tarfile
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, len(BASE) - 1), st.integers(0, 255)), max_size=8), st.integers(0, len(BASE)))
-def test_flipped_bytes_never_raise_and_never_escape(
+async def test_flipped_bytes_never_raise_and_never_escape(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], cut: int
 ) -> None:
     data = bytearray(BASE)
@@ -271,7 +256,7 @@ def test_flipped_bytes_never_raise_and_never_escape(
             data[start + 148 : start + 156] = b" " * 8
             data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
     top = tmp_path_factory.mktemp("fuzz")
-    report = anyio.run(unpack, bytes(data[:cut]), top / "out")
+    report = await unpack(bytes(data[:cut]), top / "out")
     assert [path.name for path in top.iterdir()] == ["out"]
     assert not [path for path in (top / "out").rglob("*") if path.is_symlink()]
     assert report.files <= 4

@@ -14,7 +14,8 @@ from osmosis_ai.rollout.trajectory.report import LlmCallMetrics, SampleReport
 from osmosis_ai.rollout.types import RolloutSample
 
 from harness.models import CallRecord, Row, Sample
-from harness.store.trajectory import encode, to_trajectory
+from harness.store.files import json_line
+from harness.store.trajectory import to_trajectory
 from tests.store.helpers import row, trial
 from tests.store.test_run import call
 
@@ -31,22 +32,6 @@ ids = st.sampled_from(["a", "b", "c"])
 arguments = st.none() | text | st.dictionaries(text, anything, max_size=2) | anything.map(json.dumps)
 function = st.fixed_dictionaries({}, optional={"name": text, "arguments": arguments}) | anything
 tool_call = st.fixed_dictionaries({"function": function}, optional={"id": ids | st.none()}) | anything
-count = st.none() | st.integers(0, 99) | st.sampled_from(["12", 3.0, 3.5, True, "x"])
-details = st.dictionaries(st.sampled_from(["cached_tokens", "other"]), count, max_size=2) | st.none()
-usage = st.fixed_dictionaries(
-    {},
-    optional={
-        "prompt_tokens": count,
-        "input_tokens": count,
-        "completion_tokens": count,
-        "output_tokens": count,
-        "cached_tokens": count,
-        "cost_usd": st.none() | st.floats(0, 9) | text,
-        "prompt_tokens_details": details,
-        "output_tokens_details": details,
-    },
-)
-when = st.none() | st.sampled_from([1.7e9, 5, True, 1e300, "2026-01-02T03:04:05Z", "nonsense", "2026-01-02"]) | text
 message = st.fixed_dictionaries(
     {
         "role": st.sampled_from(
@@ -58,19 +43,6 @@ message = st.fixed_dictionaries(
         "tool_calls": st.lists(tool_call, max_size=3) | text | st.none(),
         "tool_call_id": ids | st.none(),
         "reasoning_content": text | anything,
-        "usage": usage | leaf,
-        "model": text | st.none(),
-        "model_name": text,
-        "created_at": when,
-        "timestamp": when,
-        "extra": st.fixed_dictionaries(
-            {},
-            optional={
-                "timestamp": when,
-                "response": st.fixed_dictionaries({}, optional={"usage": usage, "model": text}),
-            },
-        )
-        | anything,
     },
 )
 
@@ -92,28 +64,10 @@ def ours(messages: Any, calls: list[CallRecord] | None = None, **changes: Any) -
     record = trial(samples=[Sample(name="", data={"messages": messages, "metrics": {"m": 1.0}})], **changes)
     document = to_trajectory(record, row(), calls or [], "m")
     assert document is not None
-    return record, json.loads(encode(document))
+    return record, json.loads(json_line(document))
 
 
-USAGES: list[dict[str, Any]] = [
-    {"prompt_tokens": 1, "input_tokens": 2, "completion_tokens": 0, "output_tokens": 4, "cost_usd": 0.5},
-    {"input_tokens": 2, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 7}},
-    {"prompt_tokens": 1, "cached_tokens": 0, "prompt_tokens_details": {"cached_tokens": 7, "x": None}},
-    {"prompt_tokens": "12", "completion_tokens": 3.0},
-    {"prompt_tokens": 3.5},
-]
-
-
-@pytest.mark.parametrize("usage", USAGES, ids=range(5))
-@pytest.mark.parametrize("where", ["usage", "response"])
-def test_usage_is_read_as_the_sdk_reads_it(usage: dict[str, Any], where: str) -> None:
-    carried = {"usage": usage} if where == "usage" else {"extra": {"response": {"usage": usage, "model": "x"}}}
-    messages = [{"role": "assistant", "content": "a", "timestamp": 5, "created_at": "2026-01-02", **carried}]
-    record, document = ours(messages)
-    assert document["steps"] == sdk(messages, record, row())["steps"]
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(message, min_size=1, max_size=6))
 def test_any_messages_give_what_the_sdk_gives(messages: list[dict[str, Any]]) -> None:
     record, document = ours(messages)
@@ -123,7 +77,7 @@ def test_any_messages_give_what_the_sdk_gives(messages: list[dict[str, Any]]) ->
     assert document == json.loads(json.dumps(expected))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(message, min_size=1, max_size=6))
 def test_any_messages_give_a_strictly_valid_document(messages: list[dict[str, Any]]) -> None:
     _, document = ours(messages, [call(0), call(1)])
@@ -132,10 +86,7 @@ def test_any_messages_give_a_strictly_valid_document(messages: list[dict[str, An
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_calls_are_attached_only_when_they_are_as_many_as_steps(steps: int) -> None:
-    messages = [
-        {"role": "assistant", "content": str(n), "usage": {"prompt_tokens": 9, "cached_tokens": 1}}
-        for n in range(steps)
-    ]
+    messages = [{"role": "assistant", "content": str(n)} for n in range(steps)]
     calls = [call(1, prompt_tokens=30), call(0), call(2, complete=False, status=None)]
     record, document = ours(messages, calls)
     entries = [
@@ -188,7 +139,7 @@ def test_several_samples_are_one_valid_document() -> None:
     ]
     document = to_trajectory(trial(samples=samples), row(), [call()], "m")
     assert document is not None
-    Trajectory.model_validate(json.loads(encode(document)), strict=True)
+    Trajectory.model_validate(json.loads(json_line(document)), strict=True)
     assert document["steps"][0]["message"] == "a"
     assert [s["extra"]["osmosis"]["sample_name"] for s in document["subagent_trajectories"]] == ["b", "c"]
     assert document["extra"]["osmosis"]["unmatched_llm_call_metrics"]

@@ -27,6 +27,8 @@ LONGEST_S, CONNECT_S = 3600.0, 15.0
 KEY_HINT = "Make a key at app.daytona.io (Dashboard, Keys) and set DAYTONA_API_KEY to it."
 _TOKEN, _SKIP_WARNING = "X-Daytona-Preview-Token", "X-Daytona-Skip-Preview-Warning"
 TRANSIENT = (sdk.DaytonaTimeoutError, sdk.DaytonaConnectionError, TimeoutError, OSError, aiohttp.ClientError)
+FAILURES = (sdk.DaytonaError, aiohttp.ClientError, OSError)
+"""What a call of the SDK can raise."""
 _TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 _GATES: dict[tuple[str, str], Gate] = {}
 
@@ -120,8 +122,9 @@ class Client:
                 timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
             )
         except aiohttp.WSServerHandshakeError as error:
-            # 502 says that nothing listens yet; all else that the sandbox is not as it was.
-            if error.status in (400, 401, 403, 404, 410):
+            # 502 says that nothing listens yet; all else (a bad token can lead to a page to log in at, with status 200)
+            # that the sandbox is not as it was.
+            if error.status < 500:
                 raise Refused(f"{error.status} {error.message}") from error
             raise
 
@@ -170,7 +173,7 @@ async def patiently[T](call: Callable[[], Awaitable[T]], attempts: int = 4) -> T
         try:
             with anyio.fail_after(CALL_S):
                 return await call()
-        except (sdk.DaytonaError, aiohttp.ClientError, OSError) as error:
+        except FAILURES as error:
             if not attempts or not is_transient(error):
                 raise
         await anyio.sleep(pause)
