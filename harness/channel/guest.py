@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.background import Background
 from harness.channel.channel import Channel, ChannelStream
-from harness.errors import ChannelClosed, ChannelError, ProtocolError
+from harness.errors import ChannelClosed, ChannelError, EntryPointError, ProtocolError
 from harness.guest import PROTOCOL
 from harness.models import Message
 
@@ -155,7 +155,10 @@ class Guest:
         proxy: bool,
         timeout: float,
     ) -> Loaded:
-        """Copy the code (a tar) in and have the entry point imported."""
+        """Copy the code (a tar) in and have the entry point imported.
+
+        :raises EntryPointError: that ended the process: ``os._exit``, a crash, too much memory.
+        """
         self._channel.send(
             {
                 "type": "load",
@@ -230,6 +233,9 @@ class Guest:
         name = kind.__name__.lower()
         with anyio.fail_after(timeout):
             while name not in self._replies:
+                if kind is Loaded and isinstance(ended := self._replies.get("ended"), Ended):
+                    how = ended.how if ended.code is None else f"exit status {ended.code}"
+                    raise EntryPointError(f"the entry point ended its process while it was imported ({how})")
                 if self._channel.error is not None:
                     raise self._channel.error
                 await self._arrived.wait()

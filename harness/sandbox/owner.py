@@ -27,11 +27,12 @@ def _boot_id() -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process; empty when there is none with this pid."""
+    """Start time of a process; empty when there is none with this pid, or just its remains."""
     if sys.platform == "linux":
         try:
-            return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
-        except (OSError, IndexError):
+            state, *fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+            return "" if state in "ZX" else fields[18]
+        except (OSError, IndexError, ValueError):
             return ""
     found = subprocess.run(
         ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5, check=False

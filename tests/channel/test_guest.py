@@ -11,7 +11,7 @@ import pytest
 from anyio.abc import ByteStream
 
 from harness.channel import Ended
-from harness.errors import ChannelClosed, ChannelError
+from harness.errors import ChannelClosed, ChannelError, EntryPointError
 from tests.channel.conftest import Box, Boxes
 
 pytestmark = pytest.mark.anyio
@@ -186,6 +186,12 @@ async def test_an_entry_point_that_does_not_load(box: Boxes) -> None:
         assert not loaded.ok
         assert loaded.error is not None
         assert "no_such_module_anywhere" in loaded.error.message
+
+
+async def test_an_entry_point_that_ends_its_process(box: Boxes) -> None:
+    async with box() as made:
+        with pytest.raises(EntryPointError, match="exit status 9"):
+            await made.load(main="import os; os._exit(9)")
 
 
 async def test_artifacts_come_out_as_a_tar_without_links(box: Boxes, tmp_path: Path) -> None:

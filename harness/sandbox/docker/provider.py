@@ -156,7 +156,10 @@ class DockerProvider(Provider):
         deadline = math.inf
         while True:
             try:
-                return await self._create(spec)
+                # An engine that starts many at once takes longer for all of them together. And few are half made when
+                # this process is killed: one that was not started cannot remove itself, and waits for the next run.
+                async with self._starting:
+                    return await self._create(spec)
             except ImageError as error:
                 raise ProviderUnavailable(error.message, hint=error.hint) from error  # so it is for every other one
             except SandboxGone:
@@ -186,9 +189,7 @@ class DockerProvider(Provider):
                 id = await self.engine.create(spec.name, body)
             stream = await self.engine.attach(id)
             sandbox = DockerSandbox(self.engine, self._ends, id, spec.name, stream)
-            # An engine that is to start many at once takes longer for all of them together than one after the other.
-            async with self._starting:
-                await self.engine.start(id)
+            await self.engine.start(id)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if stream is not None:
