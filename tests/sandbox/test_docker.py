@@ -236,7 +236,7 @@ async def test_the_guest_reads_the_end_of_its_input_when_the_host_goes() -> None
         sandbox = await provider.create(spec())
         await sandbox.stream.aclose()
         with anyio.fail_after(10):
-            while (outcome := await sandbox.outcome()).state == "running":  # noqa: ASYNC110
+            while (outcome := await sandbox.outcome()).state == "running":
                 await anyio.sleep(0.05)
         assert outcome.code == 9
         await sandbox.destroy()

@@ -52,7 +52,7 @@ def opens(path: str | Path, flags: int = os.O_WRONLY) -> bool:
 
 def reached(path: str) -> bool:
     try:
-        os.stat(path)
+        Path(path).stat()
     except OSError:
         return False
     return True
