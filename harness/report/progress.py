@@ -31,20 +31,32 @@ class Reporter:
 
 
 def make_reporter(*, quiet: bool = False, plain: bool = False, stream: TextIO | None = None) -> Reporter:
-    """A live bar if ``stream`` (standard error) is a terminal and not ``plain``, lines otherwise; or nothing."""
+    """A live bar if ``stream`` (standard error) is a terminal, lines if not or if ``plain``; warnings alone if ``quiet``."""
     stream = stream or sys.stderr
-    if quiet or stream is None:  # None: the descriptor was closed before Python started
+    if stream is None:  # the descriptor was closed before Python started
         return Reporter()
     terminal = Terminal(stream)
+    if quiet:
+        return WarningReporter(terminal)
     return LineReporter(terminal) if plain or not terminal.isatty() else LiveReporter(terminal)
 
 
-class LineReporter(Reporter):
-    """One line per trial, for logs and pipes."""
+class WarningReporter(Reporter):
+    """For programs: what they must not miss, and nothing else."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self.console = make_console(terminal)
+
+    def warning(self, text: str) -> None:
+        self.console.print(f"warning: {printable(text, 1000)}", style="yellow")
+
+    def close(self) -> None:
+        self._terminal.close()
+
+
+class LineReporter(WarningReporter):
+    """One line per trial, for logs and pipes."""
 
     def start(self, name: str, total: int, done: int, pass_threshold: float = 1.0) -> None:
         self.phase(f"{name}: {total - done} of {total} trials pending" + (f", {done} already recorded" if done else ""))
@@ -54,12 +66,6 @@ class LineReporter(Reporter):
 
     def trial_finished(self, trial: TrialRecord) -> None:
         self.console.print(trial_line(trial))
-
-    def warning(self, text: str) -> None:
-        self.console.print(f"warning: {printable(text, 1000)}", style="yellow")
-
-    def close(self) -> None:
-        self._terminal.close()
 
 
 class LiveReporter(LineReporter):

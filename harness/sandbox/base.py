@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -121,6 +121,20 @@ class SandboxInfo(Record):
         return time.time() - self.created_at
 
 
+class StoredImage(Record):
+    """A prepared environment, or a base of one, as the provider keeps it: an image or a snapshot."""
+
+    id: str
+    tag: str
+    kind: str
+    """``environment``, ``base`` or ``default``."""
+    size: int
+    """Bytes on top of its base, where it has one that is still there."""
+    created_at: float
+    used_at: float
+    """When it was last used, as far as is known; when it was made if never."""
+
+
 class Sandbox(ABC):
     """One isolated machine for one trial. Leaving the ``async with`` destroys it."""
 
@@ -182,6 +196,14 @@ class Provider(ABC):
     @abstractmethod
     async def remove(self, info: SandboxInfo) -> None:
         """Destroy a listed sandbox. "Already gone" is success."""
+
+    async def stored(self) -> Sequence[StoredImage]:
+        """What ``prepare`` has left with the provider, least recently used first."""
+        return []
+
+    async def prune(self, budget: int, progress: Progress) -> Sequence[StoredImage]:
+        """Remove the least recently used of it until the rest takes at most ``budget`` bytes; says which."""
+        return []
 
     async def __aenter__(self) -> Self:
         return self

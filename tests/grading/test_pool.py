@@ -299,7 +299,7 @@ def gone(pid: int) -> bool:
 
 
 async def until_gone(pid: int) -> None:
-    while not gone(pid):  # noqa: ASYNC110  # nothing tells when another's child ends
+    while not gone(pid):  # nothing tells when another's child ends
         await anyio.sleep(0.02)
 
 

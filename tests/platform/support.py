@@ -182,7 +182,7 @@ async def serve(backend: ExecutionBackend, **options: Any) -> AsyncIterator[str]
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve, [listener])
-            while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
+            while not server.started:  # uvicorn has no event for it
                 await anyio.sleep(0.01)
             failure: Exception | None = None
             try:
@@ -213,14 +213,14 @@ def body(rollout_id: str, said: str = "ok", **fields: Any) -> dict[str, Any]:
 async def until(true: Callable[[], bool], within: float = 30) -> None:
     """Wait for something that nothing announces."""
     with anyio.fail_after(within):
-        while not true():  # noqa: ASYNC110
+        while not true():
             await anyio.sleep(0.02)
 
 
 async def idle(http: httpx.AsyncClient) -> None:
     """Wait until no rollout has a task, nor a sandbox."""
     with anyio.fail_after(30):
-        while (await http.get("/health")).json()["lifecycle"]["active_rollouts"]:  # noqa: ASYNC110
+        while (await http.get("/health")).json()["lifecycle"]["active_rollouts"]:
             await anyio.sleep(0.1)
 
 

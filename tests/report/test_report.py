@@ -67,13 +67,13 @@ def test_printable(text: str, expected: str) -> None:
     assert printable(text) == expected
 
 
-def test_quiet_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_says_warnings_only(capfd: pytest.CaptureFixture[str]) -> None:
     reporter = make_reporter(quiet=True)
     reporter.start("r", 1, 0)
     reporter.warning("x")
     reporter.trial_finished(trial())
     reporter.close()
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "warning: x\n")
 
 
 def test_a_live_bar_on_a_terminal() -> None:

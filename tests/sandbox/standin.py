@@ -49,7 +49,7 @@ async def ask(sandbox: Sandbox, code: str) -> Any:
 
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(15):
-        while not await anyio.to_thread.run_sync(condition):  # noqa: ASYNC110  # nothing tells of another process's end
+        while not await anyio.to_thread.run_sync(condition):  # nothing tells of another process's end
             await anyio.sleep(0.01)
 
 

@@ -152,7 +152,7 @@ async def listening(sandbox: AsyncSandbox, says: str = "hello") -> None:
 
 async def until(true: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
-        while not true():  # noqa: ASYNC110
+        while not true():
             await anyio.sleep(0.01)
 
 

@@ -60,7 +60,7 @@ async def test_a_client_that_leaves_is_noticed(scripted_policy: ScriptedPolicy) 
     with anyio.move_on_after(0.5):
         await ask(scripted_policy)
     with anyio.fail_after(5):
-        while not scripted_policy.aborted:  # noqa: ASYNC110
+        while not scripted_policy.aborted:
             await anyio.sleep(0.01)
 
 

@@ -26,6 +26,7 @@ from harness.sandbox.base import (
     SandboxInfo,
     SandboxSettings,
     SandboxSpec,
+    StoredImage,
 )
 from harness.sandbox.daytona import snapshots
 from harness.sandbox.daytona.client import (
@@ -94,6 +95,12 @@ class DaytonaProvider(Provider):
         if self._connected is None:
             self._connected = Client()
         return self._connected
+
+    async def stored(self) -> list[StoredImage]:
+        return await snapshots.stored(self.client)
+
+    async def prune(self, budget: int, progress: Progress) -> list[StoredImage]:
+        return await snapshots.prune(self.client, budget, progress)
 
     async def doctor(self) -> list[Finding]:
         where = configuration()

@@ -33,7 +33,7 @@ from harness.guest import ENV, ROOT
 from harness.models import Record, Resources
 from harness.rollout.environment import site_packages
 from harness.rollout.lock import Lock, allows, read_pyproject
-from harness.sandbox.base import Environment, Progress, SandboxSettings
+from harness.sandbox.base import Environment, Progress, SandboxSettings, StoredImage
 from harness.sandbox.daytona.client import Client, is_transient, patiently, translate
 from harness.sandbox.docker.build import digest_files
 from harness.sandbox.docker.context import own_shebang
@@ -52,19 +52,6 @@ _WORK = "/opt/harness/build"
 _PLATFORM = "x86_64-manylinux_2_28"
 _KEPT_LINES = 15
 _FROM_ELSEWHERE = re.compile(r" @ |^[./]|^file:")
-
-
-class StoredSnapshot(Record):
-    """A snapshot that we made, with the fields of docker's ``StoredImage``."""
-
-    id: str
-    tag: str
-    kind: str = "environment"
-    state: str
-    size: int
-    """Bytes."""
-    created_at: float
-    used_at: float
 
 
 def size(resources: Resources) -> Size:
@@ -337,9 +324,9 @@ def _file(name: str, content: bytes) -> list[str]:
     ]
 
 
-async def stored(client: Client) -> list[StoredSnapshot]:
+async def stored(client: Client) -> list[StoredImage]:
     """The snapshots that we made, the least recently used first."""
-    found: list[StoredSnapshot] = []
+    found: list[StoredImage] = []
     page = 1
     while True:
         try:
@@ -349,10 +336,10 @@ async def stored(client: Client) -> list[StoredSnapshot]:
         for each in listed.items:
             if re.fullmatch(PREFIX + "[0-9a-f]{32}", each.name):
                 created = unix_time(each.created_at)
-                record = StoredSnapshot(
+                record = StoredImage(
                     id=each.id,
                     tag=each.name,
-                    state=str(each.state.value),
+                    kind="environment",
                     size=int(float(each.size or 0) * 2**30),
                     created_at=created,
                     used_at=unix_time(each.last_used_at) or created,
@@ -363,7 +350,7 @@ async def stored(client: Client) -> list[StoredSnapshot]:
         page += 1
 
 
-async def prune(client: Client, budget: int, progress: Progress) -> list[StoredSnapshot]:
+async def prune(client: Client, budget: int, progress: Progress) -> list[StoredImage]:
     """Remove the least recently used of our snapshots until the rest takes at most ``budget`` bytes; says which."""
     found, removed = await stored(client), []
     total = sum(each.size for each in found)

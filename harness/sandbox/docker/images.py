@@ -13,10 +13,9 @@ import anyio
 from anyio import to_thread
 
 from harness.guest import ENV, PROTOCOL
-from harness.models import Record
 from harness.rollout.environment import site_packages
 from harness.rollout.lock import Lock
-from harness.sandbox.base import Environment, Progress, SandboxSettings
+from harness.sandbox.base import Environment, Progress, SandboxSettings, StoredImage
 from harness.sandbox.docker import base, context
 from harness.sandbox.docker.build import LABEL, build, digest, digest_files, forget, once, used_at
 from harness.sandbox.docker.engine import Engine
@@ -26,20 +25,6 @@ ENVIRONMENTS = "harness-env"
 """Repository of the environment images."""
 
 _LAYOUT = "1"
-
-
-class StoredImage(Record):
-    """An image that we made."""
-
-    id: str
-    tag: str
-    kind: str
-    """``environment``, ``base`` or ``default``."""
-    size: int
-    """Bytes on top of its base image, where it has one that is still there."""
-    created_at: float
-    used_at: float
-    """When this machine last used it; when it was made if never."""
 
 
 async def ensure(engine: Engine, lock: Lock, settings: SandboxSettings, progress: Progress) -> Environment:

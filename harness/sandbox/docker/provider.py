@@ -26,6 +26,7 @@ from harness.sandbox.base import (
     SandboxInfo,
     SandboxSettings,
     SandboxSpec,
+    StoredImage,
 )
 from harness.sandbox.docker import container, images
 from harness.sandbox.docker.build import LOW_DISK, free_disk
@@ -218,6 +219,12 @@ class DockerProvider(Provider):
                 raise ImageError(f"Image {image} is not there any more.", hint="Run again: it is rebuilt.")
             self._volumes[image] = tuple((found.get("Config") or {}).get("Volumes") or ())
         return self._volumes[image]
+
+    async def stored(self) -> list[StoredImage]:
+        return await images.stored(self.engine)
+
+    async def prune(self, budget: int, progress: Progress) -> list[StoredImage]:
+        return await images.prune(self.engine, budget, progress)
 
     async def doctor(self) -> list[Finding]:
         try:

@@ -176,7 +176,7 @@ class PreviewProxy:
                     tasks.cancel_scope.cancel()
 
                 async def idle(limit: float) -> None:
-                    while (rest := active + limit - self._world.clock.now()) > 0:  # noqa: ASYNC110
+                    while (rest := active + limit - self._world.clock.now()) > 0:
                         await anyio.sleep(min(rest, 0.25))  # the clock may jump
                     tasks.cancel_scope.cancel()
 
