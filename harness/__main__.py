@@ -1,6 +1,11 @@
 """``python -m harness``."""
 
-from harness.cli import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from harness.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

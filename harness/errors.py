@@ -23,7 +23,7 @@
     │   └── SandboxGone        it vanished or was killed from outside                      (retryable)
     ├── ChannelError           the stream to the guest
     │   ├── ChannelClosed      the other side went away                                    (retryable)
-    │   └── ProtocolError      the other side broke the protocol
+    │   └── ProtocolError      what comes from the sandbox breaks the protocol; the rollout's doing
     └── StoreError             the run directory: disk full, locked, different inputs
 """
 
@@ -167,8 +167,12 @@ class ChannelClosed(ChannelError):
 
 
 class ProtocolError(ChannelError):
-    """Raised when the other side of the channel broke the protocol. It costs the trial, never the process."""
+    """Raised when what comes from a sandbox breaks the protocol.
 
+    The guest does not do that by itself: something that the rollout started speaks in its place. It costs the trial.
+    """
+
+    party: ClassVar[Party] = "rollout"
     category: ClassVar[Category] = "agent_error"
 
 

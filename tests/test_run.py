@@ -105,6 +105,39 @@ async def test_a_bad_trial_costs_itself_only(
     assert (summary["passed"], summary["failed"]) == (len(ABUSE), len(ABUSE))
 
 
+@pytest.mark.namespaces
+async def test_keep_and_artifacts(workspace: Workspace, scripted_policy: ScriptedPolicy) -> None:
+    workspace.write_main(
+        "open('made.txt', 'w').write('m')\n(ctx.artifacts_dir / 'a.txt').write_text('a')\n"
+        "return [{'role': 'assistant', 'content': 'ok'}]"
+    )
+    done = await run(workspace, scripted_policy, "--sandbox", "local", "--keep")
+    assert done.code == 0, done.err
+    folder = workspace.root / "out/r/rollout_trials" / done.trials[0]["rollout_id"]
+    assert (folder / "sandbox/made.txt").read_text() == "m"
+    assert (folder / "artifacts/a.txt").read_text() == "a"
+    assert (workspace.root / "out/r/artifacts/row_0_run_0/a.txt").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--agent-timeout", "nan"),
+        ("--agent-timeout", "-1"),
+        ("--grader-timeout", "0"),
+        ("--limit", "-5"),
+        ("--name", "../x"),
+        ("--output", "/etc/passwd"),
+        ("--rows", "\u0663"),
+    ],
+    ids=" ".join,
+)
+async def test_flags_that_make_no_sense(workspace: Workspace, flags: tuple[str, ...]) -> None:
+    done = await run(workspace, None, "--policy-url", "http://127.0.0.1:9/v1", "--dry-run", *flags)
+    assert done.code == 2, (done.out, done.err)
+    assert "Traceback" not in done.err
+
+
 # What is wrong before anything starts: one clear message, exit code 2, nothing left
 
 

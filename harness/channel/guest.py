@@ -14,7 +14,7 @@ from harness.background import Background
 from harness.channel.channel import Channel, ChannelStream
 from harness.errors import ChannelClosed, ChannelError, EntryPointError, ProtocolError
 from harness.guest import PROTOCOL
-from harness.models import Message
+from harness.models import Message, Sample
 
 MAX_TEXT = 64 * 1024
 
@@ -63,7 +63,7 @@ class Ended(_Untrusted):
     """How the workflow ended."""
 
     how: Literal["returned", "raised", "exited", "signaled", "timeout", "cancelled", "out_of_memory"]
-    samples: list[dict[str, Any]] = Field(default=[], max_length=1000)
+    samples: list[Sample] = Field(default=[], max_length=1000)
     labelled: bool = False
     """The workflow returned its messages itself, so grading puts the label on the sample, as the SDK does."""
     error: ErrorInfo | None = None
@@ -108,7 +108,7 @@ class Guest:
         self._lease_s = lease_s
         self._replies: dict[str, _Untrusted] = {}
         self._arrived = anyio.Event()
-        self._artifacts: Callable[[ByteStream], Awaitable[None]] | None = None
+        self._export: Callable[[ByteStream], Awaitable[None]] | None = None
         self._received = anyio.Event()
         self._background = Background()
 
@@ -207,10 +207,12 @@ class Guest:
         if self._channel.error is None:
             self._channel.send({"type": "cancel", "grace_s": grace_s})
 
-    async def export(self, receive: Callable[[ByteStream], Awaitable[None]], timeout: float) -> Exported:
-        """End whatever still runs in the sandbox and take its artifacts out; ``receive`` gets the tar."""
-        self._artifacts = receive
-        self._channel.send({"type": "export"})
+    async def export(
+        self, receive: Callable[[ByteStream], Awaitable[None]], timeout: float, folder: str = "artifacts"
+    ) -> Exported:
+        """End whatever still runs in the sandbox and take one of its folders out; ``receive`` gets the tar."""
+        self._export, self._received = receive, anyio.Event()
+        self._channel.send({"type": "export", "folder": folder})
         exported = await self._reply(Exported, timeout)
         with anyio.fail_after(timeout):
             await self._received.wait()
@@ -269,8 +271,8 @@ class Guest:
         try:
             if purpose == "http":
                 await self._serve(stream)
-            elif purpose == "artifacts" and self._artifacts is not None:
-                receive, self._artifacts = self._artifacts, None
+            elif purpose == "export" and self._export is not None:
+                receive, self._export = self._export, None
                 try:
                     await receive(stream)
                 finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,11 @@ def exit_with(error: HarnessError, as_json: bool) -> NoReturn:
 def show_json(document: Mapping[str, Any], as_json: bool) -> None:
     """Print one JSON document on stdout, if that was asked for."""
     if as_json:
-        print(json.dumps(document, indent=2, allow_nan=False))
+        try:
+            print(json.dumps(document, indent=2, allow_nan=False), flush=True)
+        except OSError as error:
+            print(f"error: the document could not be written to standard output: {error}", file=sys.stderr)
+            os._exit(1)  # else Python tries once more to write what is left, and complains again
 
 
 @contextmanager

@@ -10,14 +10,15 @@ from typing import Annotated, Literal
 
 import anyio
 import typer
+from pydantic import ValidationError
 
 from harness.cli.common import exit_with, show_json
-from harness.errors import HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.report import make_reporter, show_plan, show_results
 from harness.sandbox.select import Choice
 from harness.store import DEFAULT_OUTPUT, Retry
 from harness.trial.plan import RunFlags, make_plan
-from harness.trial.run import Interrupted, execute
+from harness.trial.run import WorkIsLeft, execute
 
 
 def run(
@@ -27,7 +28,7 @@ def run(
     dataset_file: Annotated[Path | None, typer.Option(help="Data set file (.jsonl, .csv, .parquet).")] = None,
     secrets_file: Annotated[str | None, typer.Option(help="Lines of NAME=value; `-` reads standard input.")] = None,
     rows: Annotated[str | None, typer.Option(help='Rows of the file to run, from 0: "3,7,10-20".')] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first rows.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Attempts for each row.")] = None,
     sandbox: Annotated[
         Choice | None,
@@ -47,7 +48,9 @@ def run(
     retry: Annotated[
         Retry | None, typer.Option(help="Run again what has a final state: failed, without a reward, or all.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep each trial's exported files beside the results.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep each sandbox's work folder, in rollout_trials/<id>/sandbox.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line for each trial, no colours.")] = False,
@@ -95,9 +98,12 @@ def run(
             typer.confirm(f"{plan.work_items} rollouts x model {plan.model_name}: continue?", abort=True, err=True)
         reporter = make_reporter(quiet=as_json, plain=plain)
         result = anyio.run(execute, plan, reporter)
-    except Interrupted as error:
+    except WorkIsLeft as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        exit_with(ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}"), as_json)
     except HarnessError as error:
         exit_with(error, as_json)
     show_results(result, quiet=as_json, plain=plain)

@@ -28,7 +28,7 @@ COLUMNS = ("system_prompt", "user_prompt", "ground_truth", "label", "metadata")
 MAX_FIELD = 16 * 1024 * 1024
 """Longest csv field, in characters."""
 
-_SELECTOR = re.compile(r"\d{1,18}(-\d{1,18})?(,\d{1,18}(-\d{1,18})?)*")
+_SELECTOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?(,[0-9]{1,18}(-[0-9]{1,18})?)*")
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 Raw = tuple[str, Mapping[str, Any]]

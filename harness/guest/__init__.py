@@ -36,7 +36,8 @@ Host to guest:
 ``cancel``
     ``grace_s``: TERM to the child's processes, KILL after the grace.
 ``export``
-    Ends whatever is left, then streams the artifacts as a tar on a guest-opened stream ``artifacts``.
+    Ends whatever is left, then streams ``folder`` (one of those above; else the artifacts) as a tar on a guest-opened
+    stream ``export``.
 ``ping``, ``exit``
     ``n``, answered by ``pong``; end now. Any frame renews the lease.
 

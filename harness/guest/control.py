@@ -6,6 +6,7 @@ The child in a sandbox talks to its supervisor like this, and a grader worker to
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 from typing import Any
@@ -26,11 +27,21 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """:raises ValueError: not one JSON object."""
-    message = json.loads(body)
+    """:raises ValueError: not one JSON object of finite numbers, as the standard has it."""
+    try:
+        message = json.loads(body, parse_constant=_finite, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError("a message that is no JSON object")
     return message
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
 
 
 def body_length(header: bytes) -> int:

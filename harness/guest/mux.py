@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import wire
+from .control import decode
 
 HIGH_WATER = 512 * 1024
 """Bytes waiting for the transport above which writers pause."""
@@ -254,9 +255,9 @@ class Mux:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise wire.WireError("message is not JSON") from error
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise wire.WireError("message is not an object with a type")
+        message = decode(line)
+    except ValueError as error:
+        raise wire.WireError(f"message is not JSON: {error}") from error
+    if not isinstance(message.get("type"), str):
+        raise wire.WireError("message has no type")
     return message

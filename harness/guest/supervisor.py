@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import PROTOCOL, ROOT, child, export, processes, wire
+from . import control as protocol
 from .logs import LogPump
 from .mux import Mux, Stream, StreamReset
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
-EXIT_LEASE, EXIT_CHANNEL, EXIT_PROTOCOL = 75, 76, 77
-"""Exit statuses of the guest itself: the host was silent, the host went away, the host broke the protocol."""
+EXIT_FAULT, EXIT_LEASE, EXIT_CHANNEL, EXIT_PROTOCOL = 70, 75, 76, 77
+"""Exit statuses of the guest itself: its own fault, the host was silent, went away, or broke the protocol."""
 KILL_GRACE_S = 2.0
 """How long a child may take to end by itself after its deadline or its last word."""
 MEMORY_CHECK_S = 0.1
@@ -76,6 +77,8 @@ def _harden(boot: dict[str, Any]) -> None:
         os.setresgid(boot["gid"], boot["gid"], boot["gid"])
         os.setresuid(boot["uid"], boot["uid"], boot["uid"])
     os.umask(0o022)
+    # Python catches SIGINT, so PID 1 would get it from its own children; the child takes it back for itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     # Not dumpable: no process of the same user can read this one's memory or open its descriptors through /proc.
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -291,7 +294,7 @@ class Supervisor:
         elif kind == "cancel":
             self._stop("cancelled", float(message.get("grace_s", KILL_GRACE_S)))
         elif kind == "export":
-            self._spawn(self._export())
+            self._spawn(self._export(str(message.get("folder", "artifacts"))))
         elif kind == "ping":
             self._mux.send({"type": "pong", "n": message.get("n")})
         elif kind == "exit":
@@ -340,11 +343,11 @@ class Supervisor:
         finally:
             writer.close()
 
-    async def _export(self) -> None:
+    async def _export(self, folder: str) -> None:
         processes.kill_all(self._child.pid)  # in this thread: a fork bomb may have left no room for another
-        stream = self._mux.open("artifacts")
+        stream = self._mux.open("export")
         with contextlib.suppress(StreamReset):
-            report = await export.send(self._root / "artifacts", stream)
+            report = await export.send(self._root / folder, stream)
             stream.write_eof()
             self._mux.send({"type": "exported", **report})
 
@@ -371,7 +374,12 @@ class Supervisor:
         self._reap()
         for pump in self._pumps:
             await pump.finish()
-        self._mux.send(self._ended())
+        try:
+            self._mux.send(self._ended())
+        except (ValueError, TypeError, RecursionError) as error:  # a verdict that cannot be passed on is none
+            print(f"the child's last message is broken: {error}", file=sys.stderr)
+            self._verdict = None
+            self._mux.send(self._ended())
 
     async def _read_child(self) -> None:
         self._child.control.setblocking(False)
@@ -455,7 +463,14 @@ class Supervisor:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Better gone than mute: the host would wait for a word that never comes.
+            print(f"the guest failed: {error!r}", file=sys.stderr)
+            self._finish(EXIT_FAULT)
 
 
 async def _pump_up(reader: asyncio.StreamReader, stream: Stream) -> None:
@@ -485,13 +500,7 @@ async def _receive_json(control: socket.socket) -> dict[str, Any] | None:
     header = await exactly(4)
     if not header:
         return None
-    size = int.from_bytes(header, "big")
-    if size >= wire.MAX_MESSAGE:
-        raise ValueError(f"a message of {size} bytes")
-    message = json.loads(await exactly(size))
-    if not isinstance(message, dict):
-        raise ValueError("not an object")
-    return message
+    return protocol.decode(await exactly(protocol.body_length(header)))
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -29,7 +29,7 @@ from harness.models import Record
 from harness.policy import Policy, resolve_policy
 from harness.rollout.source import Rollout
 from harness.sandbox.select import Choice
-from harness.store import DEFAULT_OUTPUT, DatasetInputs, Retry, RolloutInputs, RunInputs, Timeouts
+from harness.store import DEFAULT_OUTPUT, DatasetInputs, Retry, RolloutInputs, RunInputs, Timeouts, check_name
 from harness.trial.training import as_eval
 
 
@@ -42,17 +42,17 @@ class RunFlags(Record):
     dataset_file: Path | None = None
     secrets_file: Path | Literal["-"] | None = None
     rows: str | None = None
-    limit: int | None = None
-    n: int | None = None
+    limit: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1)
     sandbox: Choice | None = None
     image: str | None = None
     policy_url: str | None = None
     model: str | None = None
     policy: Literal["embedded"] | None = None
     policy_key_env: str | None = None
-    max_in_flight: int | None = None
-    agent_timeout: float | None = None
-    grader_timeout: float | None = None
+    max_in_flight: int | None = Field(default=None, ge=1)
+    agent_timeout: float | None = Field(default=None, gt=0)
+    grader_timeout: float | None = Field(default=None, gt=0)
     fresh: bool = False
     retry: Retry | None = None
     keep: bool = False
@@ -143,6 +143,11 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
     :raises UsageError: anything in them is wrong.
     :raises RolloutError: the rollout's folder is.
     """
+    if flags.name is not None:
+        check_name(flags.name)
+    there = next(folder for folder in (flags.output.absolute(), *flags.output.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--output {flags.output}: {there} is not a folder")
     most_in_flight = max(4, 2 * (os.cpu_count() or 1))
     config, sampling, notes = _load(flags.config, most_in_flight)
     rollout = Rollout.open(config.workspace, config.experiment.rollout, config.experiment.entrypoint)

@@ -34,13 +34,14 @@ BREAKER = 5
 Work = Sequence[tuple[Row, int]]
 
 
-class Interrupted(HarnessError):
-    """Raised when Ctrl-C came before the first trial was started."""
+class WorkIsLeft(HarnessError):
+    """Raised when a run ended without its sum: by Ctrl-C before the first trial, or for want of disk after some."""
 
 
 async def execute(plan: Plan, reporter: Reporter) -> RunResult:
     """Run a plan to its end, or until it is interrupted.
 
+    :raises WorkIsLeft: it ended without its sum; what is journalled is safe, the same command goes on.
     :raises HarnessError: before the first trial was started; nothing is left behind then.
     """
     info = await anyio.to_thread.run_sync(_info, plan)
@@ -65,7 +66,10 @@ async def execute(plan: Plan, reporter: Reporter) -> RunResult:
             try:
                 if pending:
                     await _prepare_and_run(plan, store, pending, interrupts, reporter)
-                return await store.finish()
+                try:
+                    return await store.finish()
+                except StoreError as error:
+                    raise WorkIsLeft(error.message, hint=error.hint) from error
             finally:
                 reporter.close()
                 store.discard_if_unused()
@@ -99,7 +103,7 @@ async def _prepare_and_run(
                 interrupts.on_first = trials.stop
                 await trials.run(pending)
     if whole.cancelled_caught and interrupts.on_first == whole.cancel:
-        raise Interrupted("interrupted before the first trial was started")
+        raise WorkIsLeft("interrupted before the first trial was started")
 
 
 class _Trials:
@@ -114,6 +118,7 @@ class _Trials:
             fleet,
             prepared.graders,
             limits=ArtifactLimits(files=limits.max_files, total_bytes=limits.max_mib << 20),
+            keep=plan.flags.keep,
         )
         # Trials that are being graded hold no sandbox, but there must not be ever more of them.
         self._admitted = anyio.Semaphore(2 * plan.max_in_flight)

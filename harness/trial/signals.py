@@ -13,7 +13,7 @@ from harness.background import Background
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM and calls whoever wants to know.
+    """Counts SIGINT, SIGTERM and SIGHUP and calls whoever wants to know.
 
     ``on_first`` is called at the first signal, ``on_second`` at each later one. Both may be replaced at any time.
     """
@@ -32,7 +32,10 @@ class Interrupts:
             yield interrupts
 
     async def _receive(self, *, task_status: TaskStatus[None]) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            wanted.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*wanted) as signals:
             task_status.started()
             async for _ in signals:
                 self.count += 1

@@ -82,12 +82,14 @@ class TrialRunner:
     """Runs trials on a fleet and grades them.
 
     :param graders: scores the samples.
+    :param keep: take the work folder of each sandbox out too, into ``sandbox/`` beside the artifacts.
     """
 
-    def __init__(self, fleet: Fleet, graders: GraderPool, *, limits: ArtifactLimits) -> None:
+    def __init__(self, fleet: Fleet, graders: GraderPool, *, limits: ArtifactLimits, keep: bool = False) -> None:
         self._fleet = fleet
         self._graders = graders
         self._limits = limits
+        self._keep = keep
         self._running: dict[str, anyio.CancelScope] = {}
 
     def cancel(self, rollout_id: str) -> bool:
@@ -127,7 +129,7 @@ class TrialRunner:
             warnings.append(f"attempt {number} was lost: {failure.message}")
             await files.restart()
             await anyio.sleep(0.2 * 2**number)
-        samples = [Sample.model_validate(sample) for sample in attempt.ended.samples] if attempt.ended else []
+        samples = attempt.ended.samples if attempt.ended else []
         if attempt.ended and attempt.ended.labelled and not request.grade:  # else grading does it
             samples = [Sample(name=each.name, data={**each.data, "label": request.label}) for each in samples]
         graded = GradeResult(samples=samples)
@@ -213,24 +215,27 @@ class TrialRunner:
     async def _collect(self, session: Session, files: TrialFiles, attempt: _Attempt) -> None:
         """Take the artifacts out, of failed workflows too. What cannot be had is a warning, never a failure."""
         started = time.monotonic()
+        await self._take_out(session, "artifacts", files.artifacts, attempt)
+        if self._keep:
+            await self._take_out(session, "rollout", files.artifacts.with_name("sandbox"), attempt)
+        attempt.timing["collect_s"] = time.monotonic() - started
 
+    async def _take_out(self, session: Session, folder: str, target: Path, attempt: _Attempt) -> None:
         async def receive(stream: ByteStream) -> None:
-            report = await receive_artifacts(stream, files.artifacts, self._limits)
-            attempt.warnings.extend(f"artifact {path!r} was skipped: {reason}" for path, reason in report.skipped)
+            report = await receive_artifacts(stream, target, self._limits)
+            attempt.warnings.extend(f"{folder}/{path} was skipped: {reason}" for path, reason in report.skipped)
             if report.skipped_more:
-                attempt.warnings.append(f"{report.skipped_more} more artifacts were skipped")
+                attempt.warnings.append(f"{report.skipped_more} more files of {folder} were skipped")
             if report.error is not None:
-                attempt.warnings.append(f"the artifacts ended early: {report.error}")
+                attempt.warnings.append(f"the files of {folder} ended early: {report.error}")
 
         try:
-            exported = await session.guest.export(receive, EXPORT_S)
+            exported = await session.guest.export(receive, EXPORT_S, folder)
             attempt.warnings += [
-                f"artifact {skip.get('path')!r} was skipped: {skip.get('reason')}" for skip in exported.skipped
+                f"{folder}/{skip.get('path')} was skipped: {skip.get('reason')}" for skip in exported.skipped
             ]
         except (ChannelError, TimeoutError) as error:
-            attempt.warnings.append(f"artifacts could not be taken out: {error}")
-        finally:
-            attempt.timing["collect_s"] = time.monotonic() - started
+            attempt.warnings.append(f"the files of {folder} could not be taken out: {error}")
 
     async def _grade(
         self,

@@ -11,7 +11,7 @@ import pytest
 from anyio.abc import ByteStream
 
 from harness.channel import Ended
-from harness.errors import ChannelClosed, ChannelError, EntryPointError
+from harness.errors import ChannelClosed, ChannelError, EntryPointError, ProtocolError
 from tests.channel.conftest import Box, Boxes
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +50,7 @@ async def test_a_workflow_returns_its_messages(box: Boxes) -> None:
         "return [*ctx.prompt, {'role': 'assistant', 'content': str(ctx.metadata)}]",
     )
     assert ended.how == "returned"
-    assert ended.samples[0]["data"]["messages"][-1]["content"] == "{'k': 1}"
+    assert ended.samples[0].data["messages"][-1]["content"] == "{'k': 1}"
     assert f"grüezi hello {made.root}/rollout" in made.printed()
 
 
@@ -64,7 +64,7 @@ async def test_model_calls_travel_over_the_channel(box: Boxes) -> None:
         "return [{'role': 'assistant', 'content': json.dumps(answer)}]",
     )
     assert ended.how == "returned", ended.error
-    answer = json.loads(ended.samples[0]["data"]["messages"][0]["content"])
+    answer = json.loads(ended.samples[0].data["messages"][0]["content"])
     assert answer == {"head": "POST /v1/rollouts/a%20b%3A%3A1/chat/completions HTTP/1.1", "auth": True}
 
 
@@ -178,6 +178,45 @@ async def test_garbage_on_every_descriptor_costs_nothing_but_the_result(box: Box
         timeout=3,
     )
     assert ended.how in ("exited", "signaled", "timeout", "raised")
+
+
+FORGE = (
+    "import socket\n"
+    "for fd in os.listdir('/proc/self/fd'):\n"
+    "    try: s = socket.socket(fileno=os.dup(int(fd)))\n"
+    "    except OSError: continue\n"
+    "    if s.family == socket.AF_UNIX:\n"
+    "        body = VERDICT\n"
+    "        s.sendall(len(body).to_bytes(4, 'big') + body)\n"
+    "os._exit(0)"
+)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (b'{"type":"ended","how":"returned","samples":[],"agent_s":Infinity}', "exited"),
+        (b'{"type":"ended","how":"returned","samples":[{"name":"","data":{"x":1e999}}]}', "exited"),
+        (b'{"type":"ended","how":' + b"[" * 50_000, "exited"),
+        (b'{"type":"ended","how":"returned","samples":[{}]}', ProtocolError),
+        (b'{"type":"ended","how":"won"}', ProtocolError),
+    ],
+    ids=["infinity", "overflow", "deep", "no sample", "unknown ending"],
+)
+async def test_a_forged_verdict_is_seen_through(box: Boxes, verdict: bytes, expected: object) -> None:
+    body = FORGE.replace("VERDICT", repr(verdict))
+    if isinstance(expected, str):
+        ended, _ = await run_body(box, body)
+        assert ended.how == expected
+        return
+    with pytest.raises(ProtocolError) as caught:
+        await run_body(box, body)
+    assert caught.value.party == "rollout"
+
+
+async def test_an_interrupt_from_the_child_does_not_reach_the_guest(box: Boxes) -> None:
+    ended, _ = await run_body(box, "os.kill(os.getppid(), signal.SIGINT)\nawait asyncio.sleep(0.2)\nreturn []")
+    assert ended.how == "returned"
 
 
 async def test_an_entry_point_that_does_not_load(box: Boxes) -> None:

@@ -83,6 +83,7 @@ def test_fragments_are_put_together_with_a_ping_between_them() -> None:
         (masked(BINARY, b"x" * 80, final=False) + masked(CONTINUATION, b"x" * 80), websocket.TOO_BIG),
         (b"\x82\xff" + b"\xff" * 8, websocket.TOO_BIG),
     ],
+    ids=lambda value: str(value) if isinstance(value, int) else "bytes",  # masks are random
 )
 def test_what_breaks_the_protocol_is_refused(data: bytes, code: int) -> None:
     with pytest.raises(WebSocketError) as caught:

@@ -71,4 +71,5 @@ def test_endings(ended: Ended, kind: str, category: str, words: str) -> None:
 )
 def test_only_lost_infrastructure_is_tried_again(error: SandboxGone | ChannelClosed, retryable: bool) -> None:
     failure = outcome.of_error(error)
-    assert (failure.party, failure.retryable) == ("sandbox", retryable)
+    party = "rollout" if isinstance(error, ProtocolError) else "sandbox"
+    assert (failure.party, failure.retryable) == (party, retryable)

@@ -72,7 +72,11 @@ async def get(engine: Engine, image: str, project: Path, progress: Progress) -> 
 
 
 async def _default(engine: Engine, progress: Progress) -> None:
-    folder = Path(__file__).parents[3] / "sandbox_images" / "python"
+    package = Path(__file__).parents[2]
+    roots = (package / "_templates", package.parent)  # of an installed package, of a checkout
+    folder = (
+        next((root for root in roots if (root / "sandbox_images").is_dir()), roots[0]) / "sandbox_images" / "python"
+    )
     hint = f"Where no registry can be reached, `{BOOTSTRAP}` makes it from Debian packages."
     if not await to_thread.run_sync((folder / "Dockerfile").is_file):
         raise ImageError(f"The default image {DEFAULT_IMAGE} is not there, and neither is its Dockerfile.", hint=hint)
