@@ -47,6 +47,8 @@ SEEN: dict[str, dict[tuple[int, int], float | None]] = {}
 def test_the_same_rewards_wherever_it_runs(scripted: tuple[str, str], provider: str, tmp_path: Path) -> None:
     name, url = scripted
     rows, n = (100, 2) if name == "multiply" else (20, 1)
+    if provider == "docker" and not os.environ.get("HARNESS_TEST_ALL_ROWS"):
+        rows //= 4  # at two or three containers a second, all of them take minutes
     command = [sys.executable, "-m", "harness", "run", f"configs/eval/{name}.toml", "--policy-url", url, "-y", "--json"]
     command += ["--sandbox", provider, "--limit", str(rows), "--n", str(n), "--max-in-flight", "6", "-o", str(tmp_path)]
     done = subprocess.run(
@@ -58,4 +60,7 @@ def test_the_same_rewards_wherever_it_runs(scripted: tuple[str, str], provider: 
     assert len(rewards) == rows * n
     assert set(rewards.values()) == {0.0, 1.0}, "a script has right and wrong answers, and nothing else"
     assert document["summary"]["failed"] == 0
-    assert SEEN.setdefault(name, rewards) == rewards
+    seen = SEEN.setdefault(name, rewards)
+    assert {key: seen[key] for key in seen.keys() & rewards.keys()} == {
+        key: rewards[key] for key in seen.keys() & rewards.keys()
+    }

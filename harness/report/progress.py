@@ -31,7 +31,7 @@ class Reporter:
 
 
 def make_reporter(*, quiet: bool = False, plain: bool = False, stream: TextIO | None = None) -> Reporter:
-    """A live bar if ``stream`` (standard error) is a terminal, else or if ``plain`` lines; if ``quiet`` warnings only."""
+    """A live bar if ``stream`` (standard error) is a terminal, else lines, as if ``plain``; or warnings only."""
     stream = stream or sys.stderr
     if stream is None:  # the descriptor was closed before Python started
         return Reporter()
