@@ -43,6 +43,14 @@ def namespaces_problem() -> str:
     return f"bubblewrap can make no sandbox: {made.stderr.strip()}" if made.returncode else ""
 
 
+SLOW = {"test_frameworks", "test_eval_run", "test_examples", "test_docker_faults", "test_escape", "test_run"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in SLOW)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what cannot run here; ``HARNESS_REQUIRE_DOCKER=1`` (or ``_NAMESPACES``) turns such a skip into a failure."""
     for marker, problem in (("docker", docker_problem), ("namespaces", namespaces_problem)):
