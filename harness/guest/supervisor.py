@@ -20,10 +20,11 @@ import socket
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import PROTOCOL, ROOT, child, export, processes, wire
+from . import PROTOCOL, ROOT, child, export, processes, tunnel, wire
 from . import control as protocol
 from .logs import LogPump
 from .mux import Mux, Stream, StreamReset
@@ -223,7 +224,7 @@ class Supervisor:
             LogPump("stdout", self._child.out, budget, self._mux),
             LogPump("stderr", self._child.err, budget, self._mux),
         ]
-        server = await asyncio.start_server(self._carry, sock=self._listener)
+        server = await asyncio.start_server(partial(tunnel.carry, self._mux), sock=self._listener)
         self._spawn(self._listen_to_child())
         self._spawn(self._watch_lease())
         if self._boot.get("limits", {}).get("memory_mib") is not None:
@@ -435,31 +436,6 @@ class Supervisor:
                 return
             await asyncio.sleep(MEMORY_CHECK_S)
 
-    # Model calls
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One TCP connection of the sandbox, as raw bytes, to the host."""
-        connection: socket.socket = writer.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            stream = self._mux.open("http")
-        except StreamReset:
-            writer.transport.abort()
-            return
-        upward = asyncio.create_task(_pump_up(reader, stream))
-        try:
-            while data := await stream.read():
-                writer.write(data)
-                await writer.drain()
-            writer.close()
-        except (StreamReset, ConnectionError):
-            # A hard abort must look like one: a clean close could pass for the end of an answer.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            writer.transport.abort()
-        finally:
-            upward.cancel()
-            stream.reset()
-
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -471,17 +447,6 @@ class Supervisor:
             # Better gone than mute: the host would wait for a word that never comes.
             print(f"the guest failed: {error!r}", file=sys.stderr)
             self._finish(EXIT_FAULT)
-
-
-async def _pump_up(reader: asyncio.StreamReader, stream: Stream) -> None:
-    try:
-        while data := await reader.read(wire.MAX_PAYLOAD):
-            await stream.write(data)
-        stream.write_eof()
-    except StreamReset:
-        pass
-    except ConnectionError:
-        stream.reset()
 
 
 async def _receive_json(control: socket.socket) -> dict[str, Any] | None:
