@@ -119,6 +119,22 @@ async def test_keep_and_artifacts(workspace: Workspace, scripted_policy: Scripte
     assert (workspace.root / "out/r/artifacts/row_0_run_0/a.txt").read_text() == "a"
 
 
+@pytest.mark.parametrize("provider", [LOCAL, DOCKER])
+async def test_a_dry_run_says_what_would_be_built_and_builds_nothing(
+    workspace: Workspace, scripted_policy: ScriptedPolicy, provider: str
+) -> None:
+    pyproject = workspace.rollout / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace('"osmosis-ai==0.3.8"', '"idna==3.10"'))
+    cache = {"HARNESS_CACHE": str(workspace.root / "cache")}
+    for _ in range(2):
+        done = await run(workspace, scripted_policy, "--sandbox", provider, "--dry-run", env=cache)
+        assert done.code == 0, done.err
+        assert done.document["Work Items"] == 1
+        assert any("building" in step for step in done.document["Would Build"]), done.document
+    assert not (workspace.root / "out").exists()
+    assert scripted_policy.requests == []
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -18,6 +18,7 @@ from harness.report import make_reporter, show_plan, show_results
 from harness.sandbox.select import Choice
 from harness.store import DEFAULT_OUTPUT, Retry
 from harness.trial.plan import RunFlags, make_plan
+from harness.trial.prepare import preview
 from harness.trial.run import WorkIsLeft, execute
 
 
@@ -51,7 +52,9 @@ def run(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep each sandbox's work folder, in rollout_trials/<id>/sandbox.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and what would be built; start nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line for each trial, no colours.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask before starting.")] = False,
@@ -92,7 +95,9 @@ def run(
         plan = make_plan(flags, os.environ, getpass.getpass if asks else None)
         show_plan(plan.table(), quiet=as_json, plain=plain)
         if dry_run:
-            show_json(plan.table(), as_json)
+            steps = anyio.run(preview, plan)
+            print("\n".join(steps) if steps else "nothing has to be built", file=sys.stderr)
+            show_json({**plan.table(), "Would Build": steps}, as_json)
             return
         if asks and not yes:
             typer.confirm(f"{plan.work_items} rollouts x model {plan.model_name}: continue?", abort=True, err=True)

@@ -60,6 +60,33 @@ async def prepare(plan: Job, progress: Progress) -> AsyncIterator[Prepared]:
         yield Prepared(provider, environment, graders, policy, relay, code, warnings)
 
 
+class _Would(Exception):
+    """Raised in the place of the first step of a build."""
+
+
+async def preview(plan: Job) -> list[str]:
+    """What ``prepare`` would have to build, a line each; empty when all of it is there. Builds nothing.
+
+    :raises HarnessError: the provider cannot work here, or the dependencies do not resolve.
+    """
+
+    def refuse(line: str) -> None:
+        raise _Would(line)
+
+    lock = await resolve(plan.rollout.path, lambda line: None)
+    steps: list[str] = []
+    async with await choose(plan.sandbox) as provider:
+        for build in (
+            lambda: provider.prepare(lock, plan.settings.sandbox, refuse),
+            lambda: host_environment(lock, refuse),
+        ):
+            try:
+                await build()
+            except _Would as step:
+                steps.append(str(step))
+    return list(dict.fromkeys(steps))
+
+
 async def _graders(plan: Job, lock: Lock, stack: AsyncExitStack, progress: Progress) -> GraderPool:
     host = await host_environment(lock, progress)
     pool = GraderPool(
