@@ -96,7 +96,8 @@ class Guest:
 
     :param transport: the sandbox's byte stream.
     :param serve: awaited for each connection of the sandbox to its loopback port.
-    :param lease_s: the guest ends when it hears nothing for this long; it is pinged three times as often.
+    :param lease_s: the guest ends when it hears nothing for this long; it is pinged three times as often, and given up
+        when it has said nothing for twice as long.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Guest:
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()
+        self._heard = anyio.current_time()
         tasks = await self._background.__aenter__()
         tasks.start_soon(self._ping)
         return self
@@ -230,6 +232,8 @@ class Guest:
             if self._channel.error is None:
                 number += 1
                 self._channel.send({"type": "ping", "n": number})
+            if anyio.current_time() - self._heard > 2 * self._lease_s:
+                self._channel.fail(ChannelClosed(f"the guest has been silent for {2 * self._lease_s:g} s"))
 
     async def _reply[R: _Untrusted](self, kind: type[R], timeout: float | None) -> R:
         name = kind.__name__.lower()
@@ -246,6 +250,7 @@ class Guest:
         return reply
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        self._heard = anyio.current_time()
         kind = message["type"]
         if kind == "log":
             source, text, dropped = message.get("source"), message.get("text"), message.get("dropped")

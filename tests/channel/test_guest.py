@@ -275,6 +275,19 @@ async def test_the_guest_ends_when_its_host_is_silent(box: Boxes) -> None:
     assert made.process.returncode == 75
 
 
+async def test_a_guest_that_falls_silent_is_given_up_without_a_deadline(box: Boxes) -> None:
+    async with box() as made:
+        await made.load(main=workflow("await asyncio.sleep(60)"))
+        made.guest._lease_s = 0.3
+        made.guest._background.tasks.start_soon(made.guest._ping)
+        os.kill(made.process.pid, signal.SIGSTOP)
+        try:
+            with anyio.fail_after(20), pytest.raises(ChannelClosed, match="silent"):
+                await run(made, timeout=None)
+        finally:
+            os.kill(made.process.pid, signal.SIGCONT)
+
+
 async def test_the_guest_ends_when_its_host_goes_away(box: Boxes) -> None:
     async with box() as made:
         await made.load(main=workflow("await asyncio.sleep(60)"))

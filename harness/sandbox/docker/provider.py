@@ -13,6 +13,7 @@ from typing import Any, Self
 import anyio
 
 from harness import guest
+from harness.background import Background
 from harness.errors import ImageError, ProviderUnavailable, SandboxError, SandboxGone
 from harness.rollout.lock import Lock
 from harness.sandbox.base import (
@@ -122,16 +123,18 @@ class DockerProvider(Provider):
         self._following = False
 
     async def __aenter__(self) -> Self:
-        self._tasks = await anyio.create_task_group().__aenter__()
+        self._background = Background()
+        self._tasks = await self._background.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        self._following = False
-        await self.engine.aclose()
+        try:
+            await self._background.__aexit__(kind, error, trace)
+        finally:
+            self._following = False
+            await self.engine.aclose()
 
     async def prepare(self, lock: Lock, settings: SandboxSettings, progress: Progress) -> Environment:
         facts = await self.engine.facts()
