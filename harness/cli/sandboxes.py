@@ -13,7 +13,8 @@ from rich.table import Table
 from harness.cli.common import exit_with, show_json
 from harness.errors import HarnessError
 from harness.sandbox.base import ProviderName, SandboxInfo
-from harness.sandbox.owner import is_dead, reap
+from harness.sandbox.owner import is_dead
+from harness.sandbox.reaper import reap
 from harness.sandbox.select import choose
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes that exist now: list them, remove those of runs that died.")

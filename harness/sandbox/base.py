@@ -46,9 +46,8 @@ class Capabilities(Record):
 
     name: ProviderName
     isolation: Literal["container", "namespaces", "remote", "none"]
-    remote: bool = False
-    """Whether sandboxes run on another machine than this one."""
-    uses_images: bool = False
+    kept: bool = False
+    """Whether a service that goes on when this process dies keeps the sandboxes."""
 
 
 class Finding(Record):

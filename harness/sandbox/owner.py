@@ -9,10 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import anyio
-
-from harness.errors import SandboxError
-from harness.sandbox.base import Owner, Provider, SandboxInfo
+from harness.sandbox.base import Owner
 
 
 @cache
@@ -51,26 +48,3 @@ def is_dead(owner: Owner) -> bool:
     if owner.host != socket.gethostname():
         return False
     return owner.boot_id != _boot_id() or _started(owner.pid) != owner.started
-
-
-async def reap(provider: Provider) -> tuple[list[SandboxInfo], list[str]]:
-    """Remove the sandboxes whose owners are dead, and nobody else's. Returns those removed, and what went wrong."""
-    removed: list[SandboxInfo] = []
-    problems: list[str] = []
-
-    async def remove(info: SandboxInfo) -> None:
-        try:
-            await provider.remove(info)
-            removed.append(info)
-        except SandboxError as error:
-            problems.append(f"sandbox {info.name} of a dead run may still exist: {error.message}")
-
-    try:
-        infos = await provider.list()
-    except SandboxError as error:
-        return [], [f"sandboxes of dead runs could not be looked for: {error.message}"]
-    async with anyio.create_task_group() as tasks:
-        for info in infos:
-            if info.owner is not None and is_dead(info.owner):
-                tasks.start_soon(remove, info)
-    return removed, problems

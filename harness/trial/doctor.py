@@ -19,7 +19,8 @@ from harness.rollout.cache import cache_dir
 from harness.rollout.lock import resolve
 from harness.rollout.source import Rollout
 from harness.sandbox.base import Finding, Progress, Provider, SandboxSettings
-from harness.sandbox.owner import reap, this_process
+from harness.sandbox.owner import this_process
+from harness.sandbox.reaper import reap
 from harness.sandbox.select import Choice, make_provider
 from harness.trial.fleet import Fleet
 from harness.trial.preflight import check_session

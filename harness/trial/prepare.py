@@ -16,7 +16,7 @@ from harness.relay import Relay
 from harness.rollout.environment import host_environment
 from harness.rollout.lock import Lock, resolve
 from harness.sandbox.base import Environment, Progress, Provider
-from harness.sandbox.owner import reap
+from harness.sandbox.reaper import reap, reaped_at_death
 from harness.sandbox.select import choose
 from harness.trial.plan import Job
 
@@ -45,6 +45,8 @@ async def prepare(plan: Job, progress: Progress) -> AsyncIterator[Prepared]:
         removed, warnings = await reap(provider)
         if removed:
             progress(f"removed {len(removed)} sandboxes of runs that died")
+        if provider.capabilities.kept:
+            stack.enter_context(reaped_at_death(provider))
         if provider.capabilities.isolation == "none":
             warnings.append("--sandbox process isolates nothing: the rollout can read and change all that you can")
         lock = await resolve(plan.rollout.path, progress)

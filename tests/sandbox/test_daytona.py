@@ -21,7 +21,8 @@ from harness.models import Resources
 from harness.sandbox.base import Environment, SandboxSettings, SandboxSpec
 from harness.sandbox.daytona import DaytonaProvider, limits, provider
 from harness.sandbox.daytona.sandbox import DaytonaSandbox
-from harness.sandbox.owner import reap, this_process
+from harness.sandbox.owner import this_process
+from harness.sandbox.reaper import reap
 from harness.trial.session import gone
 from tests.support.daytona import (
     Break,

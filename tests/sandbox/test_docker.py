@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio import CancelScope
-from anyio.abc import SocketAttribute, SocketStream, TaskStatus
+from anyio.abc import SocketAttribute, SocketStream
 
 from harness.errors import ProviderUnavailable, SandboxError
 from harness.models import Resources
@@ -23,6 +22,7 @@ from harness.sandbox.base import Environment, SandboxSettings, SandboxSpec
 from harness.sandbox.docker import DockerProvider
 from harness.sandbox.docker.pull import DEFAULT_IMAGE
 from harness.sandbox.owner import this_process
+from tests.support.gateway import Gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.docker]
 
@@ -313,44 +313,6 @@ async def test_an_engine_that_does_not_answer_is_named_with_what_to_do(url: str)
         with pytest.raises(ProviderUnavailable, match=url.rpartition("/")[2]) as caught:
             await provider.create(spec())
         assert "DOCKER_HOST" in caught.value.hint
-
-
-class Gateway:
-    """A way to the engine that notes the calls, and can be cut."""
-
-    def __init__(self, folder: Path) -> None:
-        self.url = f"unix://{folder / 'engine.sock'}"
-        self.calls: list[str] = []
-
-    async def serve(self, *, task_status: TaskStatus[CancelScope]) -> None:
-        listener = await anyio.create_unix_listener(self.url.removeprefix("unix://"))
-        with CancelScope() as scope:
-            async with listener:
-                task_status.started(scope)
-                await listener.serve(self._carry)
-
-    async def _carry(self, client: SocketStream) -> None:
-        try:
-            async with (
-                client,
-                await anyio.connect_unix("/var/run/docker.sock") as engine,
-                anyio.create_task_group() as tasks,
-            ):
-
-                async def answers() -> None:
-                    async for data in engine:
-                        await client.send(data)
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(answers)
-                async for data in client:
-                    self.calls += re.findall(
-                        r"^(?:GET|POST|DELETE|PUT|HEAD) .*(?= HTTP/1.1)", data.decode("latin-1"), re.M
-                    )
-                    await engine.send(data)
-                tasks.cancel_scope.cancel()
-        except* (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass
 
 
 @pytest.fixture

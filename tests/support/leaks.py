@@ -25,7 +25,7 @@ from harness.sandbox.owner import is_dead
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SELF = Path("/proc/self")
-GRACE_S = 10.0
+GRACE_S = 20.0
 
 Things = dict[str, str]
 """What there is: an identity, and a description for the report."""

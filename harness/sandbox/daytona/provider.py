@@ -64,7 +64,7 @@ class DaytonaProvider(Provider):
     :param heartbeat_s: how often the service is told that sandboxes are still wanted.
     """
 
-    capabilities = Capabilities(name="daytona", isolation="remote", remote=True, uses_images=True)
+    capabilities = Capabilities(name="daytona", isolation="remote", kept=True)
 
     def __init__(self, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s

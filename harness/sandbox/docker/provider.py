@@ -111,7 +111,7 @@ class DockerProvider(Provider):
     :param command: makes PID 1's arguments from the interpreter, the folder of the guest's package and the boot object.
     """
 
-    capabilities = Capabilities(name="docker", isolation="container", uses_images=True)
+    capabilities = Capabilities(name="docker", isolation="container", kept=True)
 
     def __init__(
         self, url: str = "", *, command: Callable[[str, str, dict[str, Any]], list[str]] = guest.command
