@@ -24,7 +24,7 @@ from harness.sandbox import bwrap
 from harness.sandbox.base import SandboxSettings
 from harness.sandbox.select import make_provider
 
-IMPORTS = "import asyncio, json, urllib.request; import osmosis_ai.rollout"
+IMPORTS = "import asyncio, http.client, json; import osmosis_ai.rollout"
 """What the guest and the two-call rollout import."""
 
 

@@ -80,5 +80,5 @@ ROOT = "/sandbox"
 
 def command(python: str, lib: str, boot: dict[str, Any]) -> list[str]:
     """The sandbox's first process. ``-I -S``: nothing of the environment runs in the supervisor."""
-    code = f"import sys; sys.path.insert(0, {lib!r}); from harness_guest.supervisor import main; main()"
+    code = f"import sys; sys.path.insert(0, {lib!r}); from harness_guest.start import main; main()"
     return [python, "-I", "-S", "-c", code, json.dumps(boot)]

@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from . import ROOT, processes, supervisor, websocket
+from . import ROOT, processes, start, websocket
 from .resume import Resumable, ResumeError
 
 SANDBOX_UID = 1000
@@ -41,7 +41,7 @@ def main() -> None:
     """
     options = json.loads(sys.argv[1])
     boot = options["boot"]
-    ctypes.CDLL(None, use_errno=True).prctl(supervisor.PR_SET_DUMPABLE, 0, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(start.PR_SET_DUMPABLE, 0, 0, 0, 0)
     listener = socket.create_server(("", options["port"]), backlog=16)
     if os.fork():
         return
@@ -63,7 +63,7 @@ def main() -> None:
             with contextlib.suppress(OSError):  # where memory runs out, what can be reported goes first
                 Path("/proc/self/oom_score_adj").write_text("500")
             sys.argv[1] = json.dumps(boot)
-            supervisor.main()
+            start.main()
         except BaseException:
             traceback.print_exc()
         finally:

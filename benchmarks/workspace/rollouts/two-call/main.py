@@ -1,19 +1,22 @@
 """Two model calls and a grader that looks at the last one: as little work as a trial can have."""
 
 import asyncio
+import http.client
 import json
-import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 from osmosis_ai.rollout import AgentWorkflow, AgentWorkflowContext, Grader, GraderContext, get_rollout_context
 
 
 def call(url: str, key: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=600)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/chat/completions", json.dumps({"messages": messages}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=600) as response:
-        message: dict[str, Any] = json.load(response)["choices"][0]["message"]
-        return message
+    connection.request("POST", f"{address.path}/chat/completions", json.dumps({"messages": messages}), headers)
+    message: dict[str, Any] = json.load(connection.getresponse())["choices"][0]["message"]
+    connection.close()
+    return message
 
 
 class TwoCalls(AgentWorkflow[Any]):
