@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -27,6 +28,8 @@ COLUMNS = ("system_prompt", "user_prompt", "ground_truth", "label", "metadata")
 """All others are ignored."""
 MAX_FIELD = 16 * 1024 * 1024
 """Longest csv field, in characters."""
+MAX_DEPTH = 100
+"""Levels of objects and lists in metadata: what takes them apart later has limits of its own."""
 
 _SELECTOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?(,[0-9]{1,18}(-[0-9]{1,18})?)*")
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -243,6 +246,11 @@ def _normalise(raw: Mapping[str, Any], index: int, source_index: int, where: str
     if metadata is not None and not isinstance(metadata, Mapping):
         fail("metadata must be a JSON object")
     metadata = dict(metadata) if metadata else None
+    if _deeper(metadata, MAX_DEPTH):
+        fail(f"metadata is nested more than {MAX_DEPTH} levels deep")
+    for column in COLUMNS:
+        if isinstance(number := raw.get(column), float) and not math.isfinite(number):
+            fail(f"{column} is {number}; leave it out where there is none")
 
     system, user = _text(raw, "system_prompt"), _text(raw, "user_prompt")
     if user is None and not metadata_mode:
@@ -266,6 +274,11 @@ def _normalise(raw: Mapping[str, Any], index: int, source_index: int, where: str
         except (TypeError, ValueError, RecursionError) as error:
             fail(f"{field} cannot be written as JSON ({error}); NaN and infinity are not JSON, use null")
     return Row(index=index, source_index=source_index, prompt=prompt, label=label, metadata=metadata)
+
+
+def _deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return levels < 0 or any(_deeper(each, levels - 1) for each in inner)
 
 
 def _text(raw: Mapping[str, Any], column: str) -> str | None:

@@ -165,6 +165,8 @@ GOOD_LINE = b'{"user_prompt": "a", "label": "b"}\n'
         (b'{"metadata": {"a": [NaN]}}\n', r"d\.jsonl:3: row 1: metadata cannot be written as JSON .*use null"),
         (b'{"metadata": {"a": 1e999}}\n', r"d\.jsonl:3: row 1: metadata cannot be written as JSON"),
         (b'{"user_prompt": "\\ud83d", "label": "b"}\n', r"d\.jsonl:3: row 1: user_prompt holds half of a surrogate"),
+        (b'{"user_prompt": "a", "ground_truth": NaN}\n', r"d\.jsonl:3: row 1: ground_truth is nan; leave it out"),
+        (b'{"metadata": {"a": ' + b"[" * 102 + b"]" * 102 + b"}}\n", r"d\.jsonl:3: row 1: .*more than 100 levels deep"),
         (b'{"metadata": ' + b"[" * 200_000 + b"}\n", r"d\.jsonl:3: unreadable JSON"),
         (b'{"user_prompt": ' + b"1" * 5000 + b"}\n", r"d\.jsonl:3: unreadable JSON"),
     ],
