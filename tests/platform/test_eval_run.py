@@ -18,8 +18,6 @@ from tests.platform.test_frameworks import ROOT, harness_run
 from tests.support.policy import Reply, ScriptedPolicy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
-LOCAL = pytest.param("local", marks=pytest.mark.namespaces)
-DOCKER = pytest.param("docker", marks=pytest.mark.docker)
 
 CONFIG = """
 [experiment]
@@ -57,13 +55,13 @@ def environment_with_eval(cache: Path) -> Path:
     return cache / "env/bin"
 
 
-def eval_workspace(root: Path, sandbox: str) -> Path:
+def eval_workspace(root: Path) -> Path:
     """A workspace under git, as the command line wants it, whose ``main.py`` says ``SandboxBackend``."""
     rollout = write_rollout(
         root,
         backend="SandboxBackend",
         imports="from harness import SandboxBackend",
-        options=f', sandbox="{sandbox}"',
+        options=', sandbox="local"',
     )
     project = rollout.path / "pyproject.toml"
     project.write_text(project.read_text() + SERVED_HERE)
@@ -100,14 +98,14 @@ def run_eval(bin_: Path, root: Path, policy: ScriptedPolicy) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("sandbox", [LOCAL, DOCKER])
+@pytest.mark.namespaces
 async def test_osmosis_eval_run_with_a_sandbox_for_each_rollout_and_no_tunnel(
-    sandbox: str, tmp_path: Path, pytestconfig: pytest.Config, scripted_policy: ScriptedPolicy
+    tmp_path: Path, pytestconfig: pytest.Config, scripted_policy: ScriptedPolicy
 ) -> None:
     assert pytestconfig.cache is not None
     bin_ = environment_with_eval(pytestconfig.cache.mkdir("osmosis-eval"))
     scripted_policy.script = lambda body: Reply("all right")
-    root = eval_workspace(tmp_path / "ws", sandbox)
+    root = eval_workspace(tmp_path / "ws")
     done = await anyio.to_thread.run_sync(run_eval, bin_, root, scripted_policy)
     log = (root / "out/r/logs.txt").read_text() if (root / "out/r/logs.txt").exists() else ""
     assert done.returncode == 0, done.stdout + done.stderr + log[-3000:]
