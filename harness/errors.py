@@ -134,7 +134,7 @@ class SandboxError(HarnessError):
 
 
 class ProviderUnavailable(SandboxError):
-    """Raised when a provider cannot work on this machine: no engine, no namespaces, no key."""
+    """Raised when a provider cannot work on this machine: no engine, no namespaces, no key, no disk."""
 
 
 class ImageError(SandboxError):

@@ -43,7 +43,15 @@ def namespaces_problem() -> str:
     return f"bubblewrap can make no sandbox: {made.stderr.strip()}" if made.returncode else ""
 
 
-SLOW = {"test_frameworks", "test_eval_run", "test_examples", "test_docker_faults", "test_escape", "test_run"}
+SLOW = {
+    "test_docker_engines",
+    "test_frameworks",
+    "test_eval_run",
+    "test_examples",
+    "test_docker_faults",
+    "test_escape",
+    "test_run",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

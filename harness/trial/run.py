@@ -158,7 +158,7 @@ class _Trials:
             self._reporter.trial_finished(record)
             self._judge(record)
         except HarnessError as error:
-            self._halt(str(error), disk=isinstance(error, StoreError))
+            self._halt(str(error), "free some space, then " if isinstance(error, StoreError) else "")
         except Exception as error:
             # A fault of the harness itself: this trial stays pending, the others go on.
             self._store.log.write("error", "trial", traceback.format_exc(), rollout_id=request.rollout_id)
@@ -175,14 +175,16 @@ class _Trials:
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row == BREAKER:
-            self._halt(f"{BREAKER} trials in a row failed for want of a {failure.party}: {failure.message}", disk=False)
+            self._halt(
+                f"{BREAKER} trials in a row failed for want of a {failure.party}: {failure.message}",
+                then=", with --retry unscored to try these again",
+            )
 
-    def _halt(self, reason: str, *, disk: bool) -> None:
+    def _halt(self, reason: str, first: str = "", then: str = "") -> None:
         if not self._admission.cancel_called:
             self._admission.cancel()
             self._reporter.warning(f"no more trials are started: {reason}")
-            hint = "free some space, then " if disk else ""
-            self._reporter.warning(f"{hint}run the same command again to go on where this stopped")
+            self._reporter.warning(f"{first}run the same command again to go on where this stopped{then}")
 
 
 def _info(plan: Plan) -> RunInfo:

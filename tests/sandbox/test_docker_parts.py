@@ -1,15 +1,12 @@
-"""What needs no engine: console scripts, platforms, and how long a registry is waited for."""
+"""What needs no engine: console scripts and platforms."""
 
 from __future__ import annotations
 
 import pytest
-from tenacity import Future, RetryCallState, Retrying
 
-from harness.errors import ImageError
 from harness.guest import ENV
 from harness.sandbox.docker.base import Interpreter
 from harness.sandbox.docker.context import own_shebang
-from harness.sandbox.docker.pull import told_wait
 
 
 @pytest.mark.parametrize(
@@ -42,19 +39,3 @@ def test_console_scripts_get_the_environments_interpreter(script: bytes, expecte
 def test_packages_are_chosen_for_the_images_c_library(libc: str, platform: str) -> None:
     found = Interpreter(version="3.13.5", machine="x86_64", executable="/usr/bin/python3", libc=libc)
     assert found.platform() == platform
-
-
-@pytest.mark.parametrize(
-    ("message", "seconds"),
-    [
-        ("toomanyrequests: retry-after: 1.5s, allowed: 44000/minute", 1.5),
-        ("toomanyrequests: retry-after: 1m2s", 62.0),
-        ("429 Too Many Requests, Retry-After: 30", 30.0),
-        ("toomanyrequests: retry-after: 300ms", 0.5),
-        ("toomanyrequests: You have reached your pull rate limit.", 15.0),
-    ],
-)
-def test_a_registry_that_limits_is_waited_for_as_told(message: str, seconds: float) -> None:
-    state = RetryCallState(Retrying(), None, (), {})
-    state.outcome = Future.construct(1, ImageError(message), has_exception=True)
-    assert told_wait(state) == seconds

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
+from aiodocker import Docker
 
 from harness.errors import ImageError
 from harness.guest import ENV, LIB
@@ -19,6 +23,7 @@ from harness.sandbox.docker import DockerProvider, images
 from harness.sandbox.docker.pull import DEFAULT_IMAGE
 from harness.sandbox.owner import this_process
 from tests.sandbox.test_docker import make_lock
+from tests.support.workspace import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.docker]
 
@@ -187,6 +192,58 @@ async def test_many_who_ask_at_once_wait_for_one_build(provider: DockerProvider,
     assert len([line for line in steps if line.startswith("Step 1/")]) == 1
 
 
+PREPARE = """
+import sys
+from pathlib import Path
+
+import anyio
+from harness.sandbox.base import SandboxSettings
+from harness.sandbox.docker import DockerProvider
+from tests.sandbox.test_docker import make_lock
+
+async def main():
+    async with DockerProvider() as provider:
+        lock = make_lock(Path(sys.argv[1]), digest=sys.argv[2])
+        found = await provider.prepare(lock, SandboxSettings(), lambda line: print(line, flush=True))
+        print(found.handle)
+
+anyio.run(main)
+"""
+
+
+def prepare_elsewhere(project: Path, digest: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PREPARE, str(project), digest]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+async def test_processes_that_ask_at_once_wait_for_one_build(provider: DockerProvider, project: Path) -> None:
+    digest = secrets.token_hex(8)
+    asking = [prepare_elsewhere(project, digest) for _ in range(2)]
+    said = [(await anyio.to_thread.run_sync(process.communicate))[0].splitlines() for process in asking]
+    assert [process.returncode for process in asking] == [0, 0]
+    assert said[0][-1] == said[1][-1]
+    assert len([line for line in [*said[0], *said[1]] if line.startswith("Step 1/")]) == 1
+
+
+async def test_a_build_whose_process_is_killed_leaves_nothing_and_the_next_one_builds(
+    provider: DockerProvider, project: Path
+) -> None:
+    lock = make_lock(project, digest=secrets.token_hex(8))
+    killed = prepare_elsewhere(project, lock.digest)
+    assert killed.stdout is not None
+    with killed, killed.stdout:
+        await anyio.to_thread.run_sync(lambda: next(line for line in killed.stdout or () if line.startswith("Step 5/")))
+        killed.kill()
+    # What the engine made of it is the next one's cache; otherwise it would stay.
+    environment = await provider.prepare(lock, SandboxSettings(), quiet)
+    assert [image["Id"] for image in await provider.engine.images(f"harness.lock={lock.digest}")] == [
+        environment.handle
+    ]
+    with anyio.fail_after(10):
+        while await provider.engine.containers(f"harness.lock={lock.digest}"):
+            await anyio.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [
@@ -232,20 +289,33 @@ async def test_an_image_that_cannot_be_pulled_names_the_way_without_a_registry(
     assert "python -m harness images bootstrap" in caught.value.hint
 
 
-async def test_pruning_takes_the_least_recently_used(provider: DockerProvider, project: Path, cache: Path) -> None:
+async def test_pruning_takes_the_least_recently_used_but_nothing_that_is_used_or_not_ours(
+    provider: DockerProvider, project: Path, cache: Path
+) -> None:
     kept = await provider.prepare(make_lock(project), SandboxSettings(), quiet)
-    old = await provider.prepare(make_lock(project, digest=secrets.token_hex(8)), SandboxSettings(), quiet)
-    (record,) = [path for path in (cache / "docker" / "used").iterdir() if path.read_text().endswith(old.key)]
-    os.utime(record, (1, 1))
-    stored = await images.stored(provider.engine)
-    assert stored[0].id == old.handle
-    total = sum(image.size for image in stored if image.kind != "default")
-    assert await images.prune(provider.engine, total, quiet) == []
-    removed = await images.prune(provider.engine, total - 1, quiet)
-    assert [image.id for image in removed] == [old.handle]
-    there = await tags_there()
-    assert f"harness-env:{old.key}" not in there
-    assert {f"harness-env:{kept.key}", DEFAULT_IMAGE} <= there
+    locks = [make_lock(project, digest=secrets.token_hex(8)) for _ in range(2)]
+    used, old = [await provider.prepare(lock, SandboxSettings(), quiet) for lock in locks]
+    for age, made in enumerate((used, old), 1):
+        (record,) = [path for path in (cache / "docker" / "used").iterdir() if path.read_text().endswith(made.key)]
+        os.utime(record, (age, age))
+    other, container = f"test-other:{old.key}", f"test-{secrets.token_hex(4)}"
+    await provider.engine.create(container, {"Image": used.handle, "Cmd": ["true"]})
+    try:
+        async with Docker() as docker:
+            await docker.images.tag(old.handle, "test-other", tag=old.key)
+        stored = await images.stored(provider.engine)
+        assert [image.id for image in stored[:2]] == [used.handle, old.handle]
+        assert other not in {image.tag for image in stored}
+        total = sum(image.size for image in stored if image.kind != "default")
+        assert await images.prune(provider.engine, total, quiet) == []
+        removed = await images.prune(provider.engine, total - 1, quiet)
+        assert [image.id for image in removed] == [old.handle]
+        there = await tags_there()
+        assert f"harness-env:{old.key}" not in there
+        assert {f"harness-env:{kept.key}", f"harness-env:{used.key}", other, DEFAULT_IMAGE} <= there
+    finally:
+        await provider.engine.remove(container)
+        await provider.engine.remove_image(other)
 
 
 async def test_a_build_that_fails_leaves_no_image(

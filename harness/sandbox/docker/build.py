@@ -18,7 +18,9 @@ from harness.errors import ImageError, ProviderUnavailable, SandboxError
 from harness.rollout.cache import _try_lock, cache_dir
 from harness.sandbox.base import Progress
 from harness.sandbox.docker import context
-from harness.sandbox.docker.engine import FULL_HINT, Engine
+from harness.sandbox.docker.engine import Engine
+from harness.sandbox.docker.pull import patiently
+from harness.sandbox.docker.refusals import FULL_HINT
 
 LABEL = "harness.image"
 """Label of every image of ours; says what it is: ``default``, ``base`` (of a folder's Dockerfile), ``environment``."""
@@ -83,7 +85,9 @@ async def build(
         await engine.build(chunks, tag=tag, labels=labels, on_message=on_message, timeout_s=_BUILD_S, network=network)
 
     try:
-        await context.upload(fill, send)
+        async for attempt in patiently(f"image {tag}", progress):  # its FROM lines pull
+            with attempt:
+                await context.upload(fill, send)
     except SandboxError as error:
         if error.retryable or isinstance(error, ProviderUnavailable):
             raise

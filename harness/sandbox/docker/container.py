@@ -82,7 +82,7 @@ def config(spec: SandboxSpec, command: list[str], volumes: Iterable[str], facts:
         **CHANNEL,
         "HostConfig": {
             **isolation(settings, facts),
-            "Tmpfs": {path: _tmpfs(resources) for path in (ROOT, "/tmp", *volumes)},
+            "Tmpfs": {path: _tmpfs(resources, facts) for path in (ROOT, "/tmp", *volumes)},
             "ShmSize": max(16, resources.memory_mib // 4) * _MIB,
             "Memory": resources.memory_mib * _MIB if "memory" in facts.limits else 0,
             "MemorySwap": resources.memory_mib * _MIB if "swap" in facts.limits else 0,
@@ -127,6 +127,8 @@ def isolation(settings: SandboxSettings, facts: Facts) -> dict[str, Any]:
     return host
 
 
-def _tmpfs(resources: Resources) -> str:
-    size, inodes = resources.disk_mib, resources.disk_mib * _INODES_PER_MIB
-    return f"rw,exec,nosuid,nodev,size={size}m,nr_inodes={inodes},mode=1777,uid={USER},gid={USER}"
+def _tmpfs(resources: Resources, facts: Facts) -> str:
+    options = f"rw,exec,nosuid,nodev,size={resources.disk_mib}m,mode=1777"
+    if facts.name == "Podman":  # knows no other options
+        return options
+    return f"{options},nr_inodes={resources.disk_mib * _INODES_PER_MIB},uid={USER},gid={USER}"

@@ -1,51 +1,35 @@
 """The Docker Engine API as this room uses it: one client, a deadline on every call, errors of ``harness.errors``.
 
-aiodocker finds the engine (``DOCKER_HOST``, contexts, the usual sockets; unix, tcp, TLS and ssh) and speaks HTTP. Its
+aiodocker finds the engine (``DOCKER_HOST``, contexts, the usual sockets; unix, tcp and TLS) and speaks HTTP. Its
 ``_query`` level is used for the calls that its public methods do not do well: attach (see ``stream``), and those that
-stream their answer. Podman's Docker-compatible socket answers the same calls.
+stream their answer. An engine behind ssh is reached through a ``Tunnel``. Podman's Docker-compatible socket answers the
+same calls.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import anyio
 from aiodocker import Docker, DockerError
+from aiodocker.exceptions import DockerContextError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from harness.errors import ImageError, ProviderUnavailable, QuotaError, SandboxError, SandboxGone
+from harness.errors import ProviderUnavailable, QuotaError, SandboxError, SandboxGone
 from harness.models import Record
+from harness.sandbox.docker import refusals
+from harness.sandbox.docker.ssh import Tunnel
 from harness.sandbox.docker.stream import AttachStream
-
-START_HINT = (
-    "Start Docker Desktop, or `sudo systemctl start docker` (without systemd: `sudo dockerd &`); "
-    "for another engine set DOCKER_HOST or choose a context with `docker context use`."
-)
-_PERMISSION_HINT = (
-    "Add yourself to the engine's group (`sudo usermod -aG docker $USER`, then log in again), or use rootless Docker."
-)
-_SSH_HINT = "Install the ssh transport (`uv add 'aiodocker[ssh]'`) or forward the engine's socket yourself."
-FULL_HINT = (
-    "Free some disk where the engine keeps its data: `python -m harness images prune`; "
-    "`docker system df` shows what else is there."
-)
-_BUSY_HINT = "The engine has no room for more now: lower --max-in-flight."
-_FULL = ("no space left on device", "disk quota exceeded")
-_BUSY = (
-    "too many open files",
-    "resource temporarily unavailable",
-    "cannot allocate memory",
-    "context deadline exceeded",
-)
-
-_GOING = ("transport is closing", "connection is closing", "context canceled", "error while dialing", "shutting down")
-"""What an engine answers while it shuts down."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 
@@ -53,6 +37,8 @@ OnMessage = Callable[[dict[str, Any]], None]
 class Facts(Record):
     """What an engine says about itself."""
 
+    name: str
+    """``Docker`` or ``Podman``."""
     version: str
     api: tuple[int, int]
     cpus: int
@@ -62,6 +48,7 @@ class Facts(Record):
     cgroup: str
     rootless: bool
     runtimes: tuple[str, ...]
+    """Those that it can be asked for."""
     limits: frozenset[str]
     """Which limits it can enforce: ``memory``, ``swap``, ``cpu``, ``pids``."""
 
@@ -75,6 +62,7 @@ class Engine:
     def __init__(self, url: str = "") -> None:
         self.url = url
         self._docker: Docker | None = None
+        self._tunnel: Tunnel | None = None
         self._facts: Facts | None = None
 
     @property
@@ -87,6 +75,9 @@ class Engine:
             docker, self._docker = self._docker, None
             with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                 await docker.close()
+        if self._tunnel is not None:
+            tunnel, self._tunnel = self._tunnel, None
+            await tunnel.aclose()
 
     # -- the engine
 
@@ -98,7 +89,12 @@ class Engine:
                     version = await docker.version()
                     info = await docker.system.info()
                 major, minor = str(version["ApiVersion"]).split(".")[:2]
+                components = [str(component.get("Name", "")) for component in version.get("Components") or ()]
+                podman = any("Podman" in component for component in components)
+                # Podman runs all with its default, whatever it is asked for.
+                runtimes = [info.get("DefaultRuntime", "")] if podman else info.get("Runtimes") or ()
                 self._facts = Facts(
+                    name="Podman" if podman else "Docker",
                     version=str(version["Version"]),
                     api=(int(major), int(minor)),
                     cpus=int(info.get("NCPU") or 1),
@@ -106,18 +102,18 @@ class Engine:
                     root=str(info.get("DockerRootDir", "")),
                     cgroup=str(info.get("CgroupVersion") or "1"),
                     rootless=any("rootless" in str(option) for option in info.get("SecurityOptions") or ()),
-                    runtimes=tuple(sorted(info.get("Runtimes") or ())),
+                    runtimes=tuple(sorted(runtimes)),
                     limits=frozenset(name for name, key in _LIMIT_KEYS.items() if info.get(key)),
                 )
             except (KeyError, ValueError, TypeError, AttributeError) as error:
                 raise ProviderUnavailable(
                     f"What answers at {self.url} is not a Docker engine ({type(error).__name__}: {error}).",
-                    hint=START_HINT,
+                    hint=refusals.START_HINT,
                 ) from error
             except SandboxError as error:
                 if isinstance(error, ProviderUnavailable):
                     raise
-                raise ProviderUnavailable(error.message, hint=error.hint or START_HINT) from error
+                raise ProviderUnavailable(error.message, hint=error.hint or refusals.START_HINT) from error
         return self._facts
 
     # -- containers
@@ -141,7 +137,7 @@ class Engine:
             if protocol is None or protocol.transport is None:
                 response.close()
                 raise DockerError(900, "the engine closed the attached connection")
-            _keep_alive(protocol.transport.get_extra_info("socket"))
+            _keep_alive(response)
             return AttachStream(protocol.transport, protocol._tail, response.close)
 
     async def start(self, container: str) -> None:
@@ -214,7 +210,8 @@ class Engine:
                     return
                 await anyio.sleep(0.5)
         raise ProviderUnavailable(
-            f"The Docker engine at {self.url} went away and has not been back for {timeout_s:g} s.", hint=START_HINT
+            f"The Docker engine at {self.url} went away and has not been back for {timeout_s:g} s.",
+            hint=refusals.START_HINT,
         )
 
     # -- images
@@ -278,9 +275,10 @@ class Engine:
 
         :param changes: Dockerfile lines that describe it.
         """
-        repository, _, tag = reference.rpartition(":")
-        params = {"fromSrc": "-", "repo": repository, "tag": tag, "changes": "\n".join(changes)}
-        await self._stream(f"import image {reference}", "images/create", params, root, on_message, timeout_s)
+        # Podman takes neither a tag of its own nor several lines in one parameter.
+        path = "images/create?" + urlencode([("changes", change) for change in changes])
+        params = {"fromSrc": "-", "repo": reference}
+        await self._stream(f"import image {reference}", path, params, root, on_message, timeout_s)
 
     # -- the boundary
 
@@ -303,6 +301,7 @@ class Engine:
             ) as response,
             response,
         ):
+            _keep_alive(response)
             on_open()
             rest = b""
             async for chunk in response.content.iter_any():
@@ -315,57 +314,76 @@ class Engine:
     async def _use(self, what: str, timeout_s: float) -> AsyncIterator[Docker]:
         try:
             with anyio.fail_after(timeout_s):
-                yield self._client()
+                docker = self._client()
+                if self._tunnel is not None:
+                    await self._tunnel.open()
+                yield docker
         except DockerError as error:
             raise self._translate(what, error) from error
         except TimeoutError as error:
             raise QuotaError(
-                f"Could not {what}: no answer from the Docker engine within {timeout_s:g} s.", hint=_BUSY_HINT
+                f"Could not {what}: no answer from the Docker engine within {timeout_s:g} s.", hint=refusals.BUSY_HINT
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._translate(what, DockerError(900, str(error))) from error
 
     def _client(self) -> Docker:
         if self._docker is None:
+            # As the docker command does: the variable goes before the context. With aiodocker it is the other way.
+            url = address = self.url or os.environ.get("DOCKER_HOST", "")
             try:
-                self._docker = Docker(url=self.url or None)
-            except (AssertionError, ValueError) as error:  # it asserts that it found a socket
-                raise ProviderUnavailable("No Docker engine was found on this machine.", hint=START_HINT) from error
-            self.url = self.url or self._docker._connection_info
+                if not url and (context := Docker._get_docker_context_endpoint()):
+                    address = context.host
+                if address.startswith("ssh://"):
+                    self._tunnel = Tunnel(address)
+                    url = self._tunnel.url
+                self._docker = Docker(url=url or None)
+            except AssertionError as error:  # it looked for a socket
+                raise ProviderUnavailable(
+                    "No Docker engine was found on this machine.", hint=refusals.START_HINT
+                ) from error
+            except DockerContextError as error:
+                raise ProviderUnavailable(
+                    f"The docker context cannot be used: {error}", hint=refusals.CONTEXT_HINT
+                ) from error
+            except ValueError as error:
+                hint = refusals.TLS_HINT if "ssl" in str(error) else "It begins with unix://, tcp:// or ssh://."
+                raise ProviderUnavailable(
+                    f"The engine's address {address} cannot be used: {error}", hint=hint
+                ) from error
+            except OSError as error:
+                text = f"The certificates for the engine at {address} cannot be read: {error}"
+                raise ProviderUnavailable(text, hint=refusals.TLS_HINT) from error
+            self.url = address or self._docker._connection_info
+            if isinstance(tls := getattr(self._docker.connector, "_ssl", None), ssl.SSLContext):
+                # Python 3.13 refuses certificates that were made as Docker's own documentation says.
+                tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
             # Each attached sandbox holds a connection; at the pool's own limit (100) every other call would wait.
             self._docker.connector._limit = 0
         return self._docker
 
     def _translate(self, what: str, error: DockerError) -> SandboxError:
-        text = error.message.strip()
-        lowered = text.lower()
+        text = re.sub(r"Cannot connect to Docker Engine via \S+ \[(.*)\]", r"\1", error.message.strip())
         where = self.url or "the Docker engine"
-        if "asyncssh" in lowered:
-            return ProviderUnavailable(f"Could not {what}: {text}", hint=_SSH_HINT)
-        if error.status in (0, 900) or (error.status >= 500 and any(word in lowered for word in _GOING)):
-            if self._facts is not None:
-                return SandboxGone(
-                    f"Could not {what}: the Docker engine at {where} went away ({text}).", hint=START_HINT
-                )
-            hint = _PERMISSION_HINT if "permission denied" in lowered else START_HINT
-            return ProviderUnavailable(f"No Docker engine answers at {where} ({text}).", hint=hint)
-        if any(word in lowered for word in _FULL):
-            return QuotaError(f"Could not {what}: the engine's disk is full ({text}).", hint=FULL_HINT)
-        if any(word in lowered for word in _BUSY):
-            return QuotaError(f"Could not {what}: {text}", hint=_BUSY_HINT)
-        if error.status == 404 and "no such image" in lowered:
-            return ImageError(
-                f"Could not {what}: {text}", hint="The image was removed meanwhile; run again to have it rebuilt."
-            )
-        return SandboxError(f"Could not {what}: the engine answered {error.status}: {text}")
+        if (hint := refusals.out_of_reach(error.status, text)) is None:
+            return refusals.of_call(what, error.status, text)
+        if self._tunnel is not None:
+            hint = self._tunnel.hint
+            if (words := self._tunnel.last_words()) not in text:
+                text = f"{text}; ssh said: {words}"
+        if self._facts is not None:
+            return SandboxGone(f"Could not {what}: the Docker engine at {where} went away ({text}).", hint=hint)
+        return ProviderUnavailable(f"No Docker engine answers at {where} ({text}).", hint=hint)
 
 
 _LIMIT_KEYS = {"memory": "MemoryLimit", "swap": "SwapLimit", "cpu": "CpuCfsQuota", "pids": "PidsLimit"}
 
 
-def _keep_alive(sock: socket.socket) -> None:
-    """Let the kernel find out when a remote engine is gone: an attached connection may be silent for minutes."""
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
+def _keep_alive(response: aiohttp.ClientResponse) -> None:
+    """Let the kernel find out when a remote engine is gone: what it answers may be silent for minutes."""
+    transport = response.connection.transport if response.connection is not None else None
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
@@ -382,8 +400,5 @@ def _take(what: str, line: bytes, on_message: OnMessage) -> None:
     if not isinstance(message, dict):
         return
     if error := message.get("error"):
-        text = str(error).strip()
-        if any(word in text.lower() for word in _FULL):
-            raise QuotaError(f"Could not {what}: the engine's disk is full ({text}).", hint=FULL_HINT)
-        raise ImageError(f"Could not {what}: {text}")
+        raise refusals.of_message(what, str(error).strip())
     on_message(message)

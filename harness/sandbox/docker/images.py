@@ -76,7 +76,8 @@ async def stored(engine: Engine) -> list[StoredImage]:
     for image in await engine.images(LABEL):
         labels = image.get("Labels") or {}
         # A user's own image FROM one of ours has its labels, too; it has another name.
-        for tag in image.get("RepoTags") or ():
+        for name in image.get("RepoTags") or ():
+            tag = name.removeprefix("docker.io/library/").removeprefix("localhost/")  # Podman's full names
             if tag.partition(":")[0] in (ENVIRONMENTS, base.BASES) or tag == DEFAULT_IMAGE:
                 created = float(image["Created"])
                 record = StoredImage(

@@ -32,9 +32,11 @@ from harness.sandbox.base import (
 from harness.sandbox.docker import container, images
 from harness.sandbox.docker.build import LOW_DISK, free_disk
 from harness.sandbox.docker.ends import Ends
-from harness.sandbox.docker.engine import FULL_HINT, START_HINT, Engine
+from harness.sandbox.docker.engine import Engine
 from harness.sandbox.docker.pull import BOOTSTRAP, DEFAULT_IMAGE
+from harness.sandbox.docker.refusals import FULL_HINT, START_HINT
 from harness.sandbox.docker.stream import AttachStream
+from harness.sandbox.owner import this_process
 
 MIN_API = (1, 41)
 _REMOVE_S = 30.0
@@ -119,7 +121,7 @@ class DockerProvider(Provider):
         self.engine = Engine(url)
         self._command = command
         self._volumes: dict[str, Sequence[str]] = {}
-        self._ends = Ends(self.engine, container.OWNED)
+        self._ends = Ends(self.engine, f"{container.OWNED}={this_process('').host}")  # Podman wants a value
         self._following = False
 
     async def __aenter__(self) -> Self:
@@ -143,11 +145,13 @@ class DockerProvider(Provider):
                 f"The sandbox should have {settings.resources.cpus:g} CPUs; the Docker engine has {facts.cpus}.",
                 hint=f"Set cpus in [tool.harness.sandbox] to at most {facts.cpus}.",
             )
-        # Engines accept containerd's shim names without listing them.
-        if settings.runtime and settings.runtime not in facts.runtimes and "." not in settings.runtime:
+        # Docker accepts containerd's shim names without listing them.
+        shim = facts.name == "Docker" and "." in settings.runtime
+        if settings.runtime and settings.runtime not in facts.runtimes and not shim:
+            where = "added to its daemon.json" if facts.name == "Docker" else "had by `podman --runtime`, for all"
             raise SandboxError(
-                f"The Docker engine has no runtime {settings.runtime!r}.",
-                hint=f"It has: {', '.join(facts.runtimes)}. Others are added to the engine's daemon.json.",
+                f"The {facts.name} engine has no runtime {settings.runtime!r}.",
+                hint=f"It has: {', '.join(facts.runtimes)}. Others are {where}.",
             )
         return await images.ensure(self.engine, lock, settings, progress)
 
@@ -234,10 +238,11 @@ class DockerProvider(Provider):
             facts = await self.engine.facts()
         except SandboxError as error:
             return [Finding(check="docker engine", ok=False, detail=error.message, remedy=error.hint)]
-        rootless = ", rootless" if facts.rootless else ""
+        engine = f"{facts.name} {facts.version}" + (", rootless" if facts.rootless else "")
         missing = sorted({"memory", "cpu", "pids"} - facts.limits)
+        podman = "; Podman limits no number of files, and does not say of a kill that memory was the reason"
         findings = [
-            Finding(check="docker engine", ok=True, detail=f"Docker {facts.version}{rootless} at {self.engine.url}"),
+            Finding(check="docker engine", ok=True, detail=f"{engine} at {self.engine.url}"),
             Finding(
                 check="docker api",
                 ok=facts.api >= MIN_API,
@@ -257,7 +262,9 @@ class DockerProvider(Provider):
                 check="docker limits",
                 ok=not missing,
                 required=False,
-                detail=f"control groups v{facts.cgroup}" + (f"; not enforced: {', '.join(missing)}" if missing else ""),
+                detail=f"control groups v{facts.cgroup}"
+                + (f"; not enforced: {', '.join(missing)}" if missing else "")
+                + (podman if facts.name == "Podman" else ""),
                 remedy="Rootless engines need control groups v2 with delegation (systemd) to enforce limits."
                 if missing
                 else "",

@@ -1,4 +1,7 @@
-"""Pulling an image, with patience for registries that limit the rate."""
+"""Pulling an image, with patience for registries that limit the rate.
+
+When they will answer again does not reach us: engines keep a refusal's ``Retry-After`` to themselves.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import anyio
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from harness.errors import ImageError, SandboxError
 from harness.sandbox.base import Progress
@@ -24,20 +27,13 @@ _TOLD_EVERY_S = 2.0
 
 
 async def pull(engine: Engine, reference: str, progress: Progress) -> None:
-    """Pull an image. A registry that limits the rate is waited for as long as it says, up to 20 minutes in all.
+    """Pull an image.
 
     :raises ImageError: the image cannot be had from its registry.
     """
     progress(f"pulling image {reference}")
     try:
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception(_is_rate_limit),
-            stop=stop_after_delay(_RATE_LIMIT_S),
-            wait=told_wait,
-            before_sleep=partial(_tell_wait, reference, progress),
-            sleep=anyio.sleep,
-            reraise=True,
-        ):
+        async for attempt in patiently(f"image {reference}", progress):
             with attempt:
                 await engine.pull(reference, _reporter(reference, progress), _PULL_S)
     except SandboxError as error:
@@ -48,6 +44,18 @@ async def pull(engine: Engine, reference: str, progress: Progress) -> None:
             f"be reached, `{BOOTSTRAP}` makes {DEFAULT_IMAGE} from Debian packages; then leave the image setting empty."
         )
         raise ImageError(f"Image {reference} could not be pulled. {error.message}", hint=hint) from error
+
+
+def patiently(what: str, progress: Progress) -> AsyncRetrying:
+    """Tries for what needs a registry: again, for 20 minutes and ever more rarely, while it limits the rate."""
+    return AsyncRetrying(
+        retry=retry_if_exception(_is_rate_limit),
+        stop=stop_after_delay(_RATE_LIMIT_S),
+        wait=wait_exponential_jitter(initial=1, max=300),
+        before_sleep=partial(_tell, what, progress),
+        sleep=anyio.sleep,
+        reraise=True,
+    )
 
 
 def _reporter(reference: str, progress: Progress) -> Callable[[dict[str, Any]], None]:
@@ -68,21 +76,12 @@ def _reporter(reference: str, progress: Progress) -> Callable[[dict[str, Any]], 
 
 
 def _is_rate_limit(error: BaseException) -> bool:
+    """By its words: engines answer 500 for whatever a registry answered them."""
     return isinstance(error, SandboxError) and bool(
-        re.search(r"toomanyrequests|too many requests|\b429\b", error.message, re.IGNORECASE)
+        re.search(r"toomanyrequests|too many requests|http 429", error.message, re.IGNORECASE)
     )
 
 
-def told_wait(state: RetryCallState) -> float:
-    """Seconds the registry asked for, which reach us as text only (``retry-after: 1m2.5s``); else a growing time."""
-    error = state.outcome.exception() if state.outcome else None
-    if found := re.search(r"retry[- ]after:?\s*((?:[\d.]+(?:ms|h|m|s)?)+)", str(error), re.IGNORECASE):
-        units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001, "": 1.0}
-        parts = re.findall(r"(\d+(?:\.\d+)?)(ms|h|m|s|)", found[1])
-        return max(sum(float(number) * units[unit] for number, unit in parts), 0.5)
-    return min(15.0 * 2.0 ** (state.attempt_number - 1), 300.0)
-
-
-def _tell_wait(reference: str, progress: Progress, state: RetryCallState) -> None:
+def _tell(what: str, progress: Progress, state: RetryCallState) -> None:
     wait = state.next_action.sleep if state.next_action else 0.0
-    progress(f"the registry of {reference} limits the rate of pulls; waiting {wait:.0f} s")
+    progress(f"the registry of {what} limits the rate of pulls; waiting {wait:.0f} s")
