@@ -49,7 +49,7 @@ async def build_once(key: str, directory: Path, build: Callable[[Path], Awaitabl
     """
     entry = directory / key
     while not entry.exists():
-        with _try_lock(directory / f"{key}.lock") as held:
+        with try_lock(directory / f"{key}.lock") as held:
             if held and not entry.exists():
                 await _build(entry, build)
         if not held:
@@ -92,7 +92,7 @@ def _store_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _try_lock(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Whether the lock was free. Lock files stay: removing one would let two in. The kernel frees a dead holder's."""
     with _store_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

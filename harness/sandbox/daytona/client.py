@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 import warnings
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
 import aiohttp
 import anyio
 from daytona import AsyncDaytona, AsyncSandbox, DaytonaConfig
 from daytona.common import errors as sdk
+from daytona_api_client_async.exceptions import ApiException
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from harness.errors import ImageError, ProviderUnavailable, QuotaError, SandboxError, SandboxGone
 from harness.guest import websocket
-from harness.sandbox.daytona.limits import Gate, is_quota
+from harness.sandbox.daytona.limits import Gate, Kind, is_quota
 from harness.sandbox.daytona.stream import CLOSE_S, NobodyThere, Refused, Socket
 
 CALL_S = 60.0
@@ -25,11 +27,10 @@ CALL_S = 60.0
 LONGEST_S, CONNECT_S = 3600.0, 15.0
 """For what takes its time, a build's log: whole, and until there is a connection."""
 KEY_HINT = "Make a key at app.daytona.io (Dashboard, Keys) and set DAYTONA_API_KEY to it."
-_TOKEN, _SKIP_WARNING = "X-Daytona-Preview-Token", "X-Daytona-Skip-Preview-Warning"
-TRANSIENT = (sdk.DaytonaTimeoutError, sdk.DaytonaConnectionError, TimeoutError, OSError, aiohttp.ClientError)
-FAILURES = (sdk.DaytonaError, aiohttp.ClientError, OSError)
-"""What a call of the SDK can raise."""
-_TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
+FAILURES = (sdk.DaytonaError, ApiException, aiohttp.ClientError, OSError)
+"""What a call of the SDK can raise; ``snapshot.activate`` lets the generated client's exceptions through."""
+_TRANSIENT = (sdk.DaytonaTimeoutError, sdk.DaytonaConnectionError, aiohttp.ClientError, OSError)
+_TRANSIENT_STATUS = (429, 500, 502, 503)
 _GATES: dict[tuple[str, str], Gate] = {}
 
 
@@ -40,13 +41,13 @@ class ServiceFailed(SandboxError):
 
 
 class Client:
-    """The SDK's client and a WebSocket client, made from the environment as the SDK reads it.
+    """The SDK's client and a WebSocket client, made from the environment.
 
-    :raises ProviderUnavailable: there is no key.
+    :raises ProviderUnavailable: there is no key, or the SDK is not one that this was written for.
     """
 
     def __init__(self) -> None:
-        config = DaytonaConfig(connection_pool_maxsize=None, use_deprecated_polling=True)
+        config = DaytonaConfig(api_url=service_url(), connection_pool_maxsize=None, use_deprecated_polling=True)
         try:
             with warnings.catch_warnings():
                 # Events come over another socket that may be cut unseen; then the SDK looks once a second. Polling from
@@ -54,23 +55,38 @@ class Client:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.sdk = AsyncDaytona(config)
         except sdk.DaytonaError as error:
-            raise ProviderUnavailable(f"Daytona: {error.message.splitlines()[0]}", hint=KEY_HINT) from error
-        self.url = self.sdk._api_url
-        self.target = self.sdk._target
+            raise ProviderUnavailable(f"Daytona: {error.message.partition('. ')[0]}", hint=KEY_HINT) from error
         # All clients of this process that have the same credentials share the organisation's limits.
-        key = str(self.sdk._api_key or self.sdk._jwt_token)
-        self.gate = _GATES.setdefault((self.url, hashlib.sha256(key.encode()).hexdigest()), Gate())
+        self.gate = _GATES.setdefault((service_url(), os.environ.get("DAYTONA_API_KEY", "")), Gate())
         trace = aiohttp.TraceConfig()
         trace.on_request_end.append(self._observe)
-        # One session for the SDK's requests and our WebSockets. The SDK's own would show no headers, and would look for
-        # proxies and passwords on the disk, in a thread, before each request.
         self.web = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
             trust_env=bool(getproxies_environment()),
             timeout=aiohttp.ClientTimeout(total=LONGEST_S, sock_connect=CONNECT_S),
             trace_configs=[trace],
         )
-        self.sdk._shared_session._adopt(self.web)
+        self._lend(self.web)
+
+    def _lend(self, web: aiohttp.ClientSession) -> None:
+        """One session for the SDK's requests and our WebSockets.
+
+        The SDK's own would show no headers but those of errors, and would look for proxies and passwords on the disk,
+        in a thread, before each request. It takes no session and no hook by any public way, so this uses a private one,
+        the only one in this package; pyproject.toml bounds the SDK's version because of it.
+        """
+        try:
+            shared = self.sdk._shared_session
+            shared._adopt(web)
+            taken = shared.session is web
+        except (AttributeError, TypeError):
+            taken = False
+        if not taken:
+            web.detach()
+            raise ProviderUnavailable(
+                f"the Daytona SDK {version('daytona')} is not one that this harness knows",
+                hint="Install the one that it was tested with: `pip install 'rollout-harness[daytona]'`.",
+            )
 
     async def _observe(self, _: object, __: object, ended: aiohttp.TraceRequestEndParams) -> None:
         self.gate.observe(ended.response.headers)
@@ -80,14 +96,30 @@ class Client:
             await self.sdk.close()  # type: ignore[no-untyped-call]
             await self.web.close()
 
-    async def get_json(self, path: str) -> Any:
-        """What the API answers to a GET that the SDK has no method for."""
-        timeout = aiohttp.ClientTimeout(total=CALL_S)
-        async with self.web.get(
-            self.url + path, headers=self.sdk._api_client.default_headers, timeout=timeout
-        ) as answer:
-            answer.raise_for_status()
-            return await answer.json()
+    async def call[T](
+        self, send: Callable[[], Awaitable[T]], what: str, *, kind: Kind = "authenticated", attempts: int = 4
+    ) -> T:
+        """Make a call that may be made twice: when it may be made, with a deadline, again after what is transient.
+
+        :param what: what is tried, as the start of a sentence: "cannot create sandbox x".
+        :raises SandboxError: ``SandboxGone`` where there is no such thing (any more).
+        """
+
+        async def bounded() -> T:
+            with anyio.fail_after(CALL_S):
+                return await send()
+
+        tries = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, Exception) and is_transient(error)),
+            stop=stop_after_attempt(attempts),
+            wait=wait_random_exponential(0.4, max=5),
+            sleep=anyio.sleep,
+            reraise=True,
+        )
+        try:
+            return await tries(self.gate.call, kind, bounded)
+        except FAILURES as error:
+            raise translate(error, what) from error
 
     def dialler(self, sandbox: AsyncSandbox, port: int) -> Callable[[bool], Awaitable[Socket]]:
         """Makes WebSockets to a port of a sandbox, through its preview link."""
@@ -112,7 +144,7 @@ class Client:
         return dial
 
     async def _dial(self, link: Any) -> Socket:
-        headers = {_TOKEN: link.token or "", _SKIP_WARNING: "true"}
+        headers = {"X-Daytona-Preview-Token": link.token or "", "X-Daytona-Skip-Preview-Warning": "true"}
         try:
             return await self.web.ws_connect(
                 link.url,
@@ -130,10 +162,9 @@ class Client:
 
 
 def translate(error: Exception, what: str) -> SandboxError:
-    """Our error for one of the SDK's.
-
-    :param what: what was tried, as the start of a sentence: "cannot create sandbox x".
-    """
+    """Our error for one of the SDK's."""
+    if isinstance(error, ApiException):
+        error = sdk.create_daytona_error(str(error.body or error.reason), error.status)
     if not isinstance(error, sdk.DaytonaError):
         return ServiceFailed(f"{what}: {type(error).__name__} {error}".rstrip())
     said = error.message.splitlines()[0][:500] if error.message else type(error).__name__
@@ -141,46 +172,33 @@ def translate(error: Exception, what: str) -> SandboxError:
     if isinstance(error, sdk.DaytonaAuthenticationError):
         return ProviderUnavailable(f"Daytona does not accept the key: {said}", hint=KEY_HINT)
     if is_quota(error):
-        return QuotaError(
-            text, hint="Lower --max-in-flight, free what uses the quota, or raise the organisation's tier."
-        )
+        hint = "Lower --max-in-flight, free what uses the quota, or raise the organisation's tier."
+        if "snapshot quota" in said.lower():
+            hint = "Remove some: `harness images prune --sandbox daytona`."
+        return QuotaError(text, hint=hint)
+    if "per sandbox" in said.lower():
+        return SandboxError(text, hint="Lower cpus, memory_mib or disk_mib in [tool.harness.sandbox].")
     if isinstance(error, sdk.DaytonaForbiddenError):
         hint = "Check DAYTONA_ORGANIZATION_ID, and what the key may do (sandboxes and snapshots: write and delete)."
         return ProviderUnavailable(f"Daytona forbids it: {said}", hint=hint)
     if "region" in said.lower() and error.status_code in (400, 404):
         return ProviderUnavailable(text, hint="Set DAYTONA_TARGET to one of the organisation's regions, or unset it.")
-    if isinstance(error, sdk.DaytonaRateLimitError):
-        return QuotaError(text)
     if isinstance(error, (sdk.DaytonaNotFoundError, sdk.DaytonaGoneError, sdk.DaytonaSpotEvictedError)):
         return SandboxGone(text)
-    if isinstance(error, TRANSIENT) or error.status_code in _TRANSIENT_STATUS:
+    if is_transient(error) or isinstance(error, sdk.DaytonaConflictError):  # something else is just being done to it
         return ServiceFailed(text)
-    if "snapshot" in said.lower():
+    if re.search(r"snapshot \S+ (is|not) ", said.lower()):
         return ImageError(text, hint="Run again: a snapshot that is gone is built again.")
     return SandboxError(text)
 
 
 def is_transient(error: Exception) -> bool:
     """Whether it is not known if the call was carried out, or another one can go well."""
-    return isinstance(error, TRANSIENT) or getattr(error, "status_code", None) in _TRANSIENT_STATUS
+    status = error.status if isinstance(error, ApiException) else getattr(error, "status_code", None)
+    return isinstance(error, _TRANSIENT) or status in _TRANSIENT_STATUS
 
 
-async def patiently[T](call: Callable[[], Awaitable[T]], attempts: int = 4) -> T:
-    """A call that may be made twice, with a deadline, again after what is transient."""
-    pause = 0.2
-    while True:
-        attempts -= 1
-        try:
-            with anyio.fail_after(CALL_S):
-                return await call()
-        except FAILURES as error:
-            if not attempts or not is_transient(error):
-                raise
-        await anyio.sleep(pause)
-        pause *= 2
-
-
-def configuration(environ: Mapping[str, str] = os.environ) -> str:
-    """The address that the environment names, for messages."""
-    url = environ.get("DAYTONA_API_URL") or "https://app.daytona.io/api"
-    return urlsplit(url).netloc or url
+def service_url() -> str:
+    """As the SDK finds it; ``DAYTONA_SERVER_URL`` is its older name."""
+    named = os.environ.get("DAYTONA_API_URL") or os.environ.get("DAYTONA_SERVER_URL")
+    return named or "https://app.daytona.io/api"

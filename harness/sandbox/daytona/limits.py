@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Literal
 
 import anyio
@@ -24,19 +24,19 @@ WINDOW_S = 60.0
 MAX_HOLD_S = 900.0
 JITTER_S = 1.0
 TELL_S = 5.0
-QUOTA_RETRY_S, QUOTA_RETRY_MAX_S = 2.0, 60.0
+QUOTA_RETRY_S, QUOTA_RETRY_MAX_S = 0.25, 60.0
 QUOTA_ALONE_S = 60.0
 """How long to wait for room when no sandbox of this process is there that could make some."""
+_HEADER = re.compile(r"(retry-after|x-ratelimit-limit|x-ratelimit-remaining|x-ratelimit-reset)-?(.*)")
 _OF_ONE_KIND = ("sandbox-create", "sandbox-lifecycle", "sandbox-list")
 _QUOTA_WORDS = ("limit exceeded", "limit reached", "quota", "insufficient", "no available runners")
-_NO_QUOTA_WORDS = ("per sandbox", "maximum allowed per")
 
 
 def is_quota(error: DaytonaError) -> bool:
     """Whether the service has no room for another sandbox now. It says so in words only, with status 400 or 403."""
     text = error.message.lower()
-    full = any(word in text for word in _QUOTA_WORDS) and not any(word in text for word in _NO_QUOTA_WORDS)
-    return full and error.status_code in (400, 402, 403, 409, 429, 503) and not isinstance(error, DaytonaRateLimitError)
+    full = any(word in text for word in _QUOTA_WORDS) and "per sandbox" not in text
+    return full and error.status_code in (400, 402, 403, 409, 503)
 
 
 @dataclass
@@ -73,35 +73,20 @@ class Gate:
         now = time.monotonic()
         found: dict[str, dict[str, float]] = {}
         for name, value in headers.items():
-            lower = name.lower()
-            for prefix in ("retry-after", "x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"):
-                if lower == prefix or lower.startswith(f"{prefix}-"):
-                    seconds = _number(value)
-                    if seconds is not None:
-                        found.setdefault(lower[len(prefix) + 1 :], {})[prefix] = seconds
+            if known := _HEADER.fullmatch(name.lower()):
+                with suppress(ValueError):
+                    seconds = float(value) if float(value) < 1e9 else float(value) - time.time()  # or a Unix time
+                    found.setdefault(known[2], {})[known[1].removeprefix("x-ratelimit-")] = max(0.0, seconds)
         for throttler, said in found.items():
             window = self._windows.setdefault(throttler, _Window())
-            window.limit = said.get("x-ratelimit-limit", window.limit)
+            window.limit = said.get("limit", window.limit)
             if "retry-after" in said:
                 window.opens = max(window.opens, now + min(said["retry-after"], MAX_HOLD_S))
-            if "x-ratelimit-remaining" in said:
-                reset = now + min(said.get("x-ratelimit-reset", WINDOW_S), MAX_HOLD_S)
+            if "remaining" in said:
+                left = said["remaining"]
                 # Answers overtake each other, and calls that are under way are counted here but not yet there.
-                window.left = (
-                    min(window.left, said["x-ratelimit-remaining"])
-                    if now < window.ends
-                    else said["x-ratelimit-remaining"]
-                )
-                window.ends = reset
-
-    async def enter(self, kind: Kind) -> None:
-        """Wait until a call of this kind may be made, and count it."""
-        while (delay := self._delay(kind)) > 0:
-            if delay > TELL_S:
-                self._tell(kind, f"Daytona's rate limit ({kind}) is used up; waiting {delay:.0f} s", delay)
-            await anyio.sleep(delay + random.uniform(0, JITTER_S))
-        for window in self._of(kind):
-            window.left -= 1
+                window.left = min(window.left, left) if now < window.ends else left
+                window.ends = now + min(said.get("reset", WINDOW_S), MAX_HOLD_S)
 
     async def call[T](self, kind: Kind, send: Callable[[], Awaitable[T]]) -> T:
         """Make a call as soon as it may be made; again when the service says that it was too early.
@@ -110,7 +95,12 @@ class Gate:
         """
         attempt = 0
         while True:
-            await self.enter(kind)
+            while (delay := self._delay(kind)) > 0:
+                if delay > TELL_S:
+                    self._tell(kind, f"Daytona's rate limit ({kind}) is used up; waiting {delay:.0f} s", delay)
+                await anyio.sleep(delay + random.uniform(0, JITTER_S))
+            for window in self._of(kind):
+                window.left -= 1
             try:
                 return await send()
             except DaytonaRateLimitError as error:
@@ -156,7 +146,8 @@ class Gate:
             self._trying -= 1
             if not self._trying and self._why:  # now it is known how many were made
                 why, self._why = self._why, ""
-                self._tell("quota", f"Daytona: {why}; going on with {self.room} sandboxes at a time", 30.0)
+                then = f"going on with {self.room} sandboxes at a time" if self.room else "waiting for room"
+                self._tell("quota", f"Daytona: {why}; {then}", 30.0)
             self._wake()
 
     def accepted(self) -> None:
@@ -168,7 +159,7 @@ class Gate:
 
     def refused(self, why: str) -> None:
         """The service had no room for another sandbox."""
-        room = max(self.existing + self._trying - 1, 1)  # the others that are under way may have better luck
+        room = self.existing + self._trying - 1  # the others that are under way may have better luck
         if self.room is None or room < self.room:
             self._why = why
         self.room = room
@@ -176,8 +167,9 @@ class Gate:
         self._backoff_s = min(self._backoff_s * 2, QUOTA_RETRY_MAX_S)
 
     def release(self) -> None:
-        """A sandbox is gone."""
+        """A sandbox is gone: its room comes back, if not at once."""
         self.existing -= 1
+        self._probe_at, self._backoff_s = 0.0, QUOTA_RETRY_S
         self._wake()
 
     def _wake(self) -> None:
@@ -189,17 +181,3 @@ class Gate:
         if now >= self._told.get(what, 0.0):
             self._told[what] = now + every_s
             self.say(line)
-
-
-def _number(value: str) -> float | None:
-    """Seconds from now: a number of them, a Unix time, or an HTTP date."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp()
-        except ValueError:
-            return None
-    if not math.isfinite(seconds):
-        return None
-    return max(0.0, seconds - time.time() if seconds > 1e9 else seconds)

@@ -11,18 +11,17 @@ import shlex
 import zipfile
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import anyio
 from daytona import AsyncSandbox
-from daytona.common import errors as sdk
 
 import harness.guest
-from harness.errors import SandboxError
+from harness.errors import SandboxError, SandboxGone
 from harness.guest import ROOT
 from harness.sandbox.base import Exit, Sandbox, SandboxSpec
-from harness.sandbox.daytona.client import CALL_S, FAILURES, Client, ServiceFailed, patiently, translate
+from harness.sandbox.daytona.client import CALL_S, Client, ServiceFailed
 from harness.sandbox.daytona.stream import ResumingStream
 
 PORT = 7070
@@ -37,8 +36,11 @@ class DaytonaSandbox(Sandbox):
 
     stream: ResumingStream
 
-    def __init__(self, remote: AsyncSandbox, stream: ResumingStream, remove: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, client: Client, remote: AsyncSandbox, stream: ResumingStream, remove: Callable[[], Awaitable[None]]
+    ) -> None:
         """:param remove: has it deleted, or raises ``SandboxError``."""
+        self._client = client
         self.id = remote.id
         self.name = remote.name
         self.stream = stream
@@ -56,11 +58,12 @@ class DaytonaSandbox(Sandbox):
             return Exit(state="killed" if code > 128 else "exited", code=code, last_lines=lines)
         with anyio.move_on_after(CALL_S):
             try:
-                await patiently(lambda: self._remote.refresh_data(request_timeout=CALL_S / 4), attempts=3)
-            except sdk.DaytonaNotFoundError:
+                look = partial(self._remote.refresh_data, request_timeout=CALL_S / 4)
+                await self._client.call(look, "Daytona does not answer", attempts=3)
+            except SandboxGone:
                 return Exit(state="gone", detail="Daytona knows no such sandbox any more")
-            except Exception as error:
-                return Exit(state="engine_unreachable", detail=translate(error, "Daytona does not answer").message)
+            except SandboxError as error:
+                return Exit(state="engine_unreachable", detail=error.message)
             return await self._by_state(state_of(self._remote))
         return Exit(state="engine_unreachable", detail=f"Daytona did not answer within {CALL_S:.0f} s")
 
@@ -76,9 +79,8 @@ class DaytonaSandbox(Sandbox):
             return Exit(state="killed", detail=f"the sandbox is {state}{f': {reason}' if reason else ''}")
         try:
             return await self._ask_toolbox()
-        except FAILURES as error:
-            text = translate(error, "the sandbox is started, but its toolbox does not answer").message
-            return Exit(state="engine_unreachable", detail=text)
+        except SandboxError as error:
+            return Exit(state="engine_unreachable", detail=error.message)
 
     async def _ask_toolbox(self) -> Exit:
         """What became of the bridge, where it could not say so itself."""
@@ -88,7 +90,8 @@ class DaytonaSandbox(Sandbox):
             f"test {pid} -gt 0 && kill -0 {pid} 2>/dev/null && echo alive; echo; tail -c 8192 {LOG} 2>/dev/null"
         )
         # Older daemons run no shell of their own.
-        said = await patiently(lambda: self._remote.process.exec(shlex.join(["sh", "-c", look]), timeout=10))
+        ask = partial(self._remote.process.exec, shlex.join(["sh", "-c", look]), timeout=10)
+        said = await self._client.call(ask, "the sandbox is started, but its toolbox does not answer")
         facts, _, lines = said.result.partition("\n\n")
         if facts.endswith("alive"):
             return Exit(state="running", detail="the guest runs, but no connection to it can be made")
@@ -118,42 +121,31 @@ async def start_guest(
     :raises SandboxError: it cannot be started, or does not answer.
     """
     stream = ResumingStream(client.dialler(remote, PORT), spec.lease_s)
-    sandbox = DaytonaSandbox(remote, stream, remove)
-    resources = spec.settings.resources.model_dump(include={"processes", "open_files", "file_mib"})
-    boot = {
-        "root": ROOT,
-        "uid": None,
-        "gid": None,
-        "lease_s": spec.lease_s,
-        "limits": {**resources, "memory_mib": None},
-    }
+    sandbox = DaytonaSandbox(client, remote, stream, remove)
+    limits = spec.settings.resources.model_dump(include={"processes", "open_files", "file_mib"})
+    boot = {"root": ROOT, "uid": None, "gid": None, "lease_s": spec.lease_s, "limits": {**limits, "memory_mib": None}}
     options = {"port": PORT, "log": LOG, "keep_alive_s": stream.keep_alive_s, "boot": boot}
     code = f"import sys; sys.path.insert(0, {GUEST!r}); from harness_guest.bridge import main; main()"
     command = shlex.join([spec.environment.python, "-I", "-S", "-c", code, json.dumps(options)])
+    what = f"the guest in sandbox {remote.name} did not start"
     try:
         with anyio.fail_after(READY_S):
-            await patiently(lambda: remote.fs.upload_file(guest_zip(), GUEST, timeout=int(CALL_S)))
+            await client.call(partial(remote.fs.upload_file, guest_zip(), GUEST, timeout=int(CALL_S)), what)
             # Run twice by mistake, the second would find the port taken.
-            started = await patiently(lambda: remote.process.exec(command, timeout=int(READY_S)))
-        if started.exit_code and b"in use" not in started.result.encode():
-            raise ServiceFailed(f"the guest in sandbox {remote.name} did not start: {started.result[-2000:]}")
-        await stream.open(READY_S)
-    except (*FAILURES, anyio.BrokenResourceError) as error:
+            started = await client.call(partial(remote.process.exec, command, timeout=int(READY_S)), what)
+        if not started.exit_code or "in use" in started.result:
+            await stream.open(READY_S)
+            return sandbox
+    except BaseException as error:
         await stream.aclose()
-        raise await _no_start(sandbox, error) from error
-    except BaseException:
-        await stream.aclose()
-        raise
-    return sandbox
-
-
-async def _no_start(sandbox: DaytonaSandbox, error: Exception) -> SandboxError:
-    what = f"the guest in sandbox {sandbox.name} did not start"
-    exit = await sandbox.outcome()
-    if isinstance(error, sdk.DaytonaError) and exit.state in ("running", "out_of_memory"):
-        return translate(error, what)
-    lines = f"\nlast lines of the guest:\n{exit.last_lines}" if exit.last_lines else ""
-    return ServiceFailed(f"{what}: {exit.detail or exit.state}{lines}")
+        if not isinstance(error, (SandboxError, anyio.BrokenResourceError, TimeoutError)):
+            raise
+        exit = await sandbox.outcome()
+        if isinstance(error, SandboxError) and exit.state in ("running", "out_of_memory"):
+            raise
+        lines = f"\nlast lines of the guest:\n{exit.last_lines}" if exit.last_lines else ""
+        raise ServiceFailed(f"{what}: {exit.detail or exit.state}{lines}") from error
+    raise ServiceFailed(f"{what}: {started.result[-2000:]}")
 
 
 def state_of(remote: AsyncSandbox) -> str:

@@ -15,7 +15,7 @@ import anyio
 from anyio import to_thread
 
 from harness.errors import ImageError, ProviderUnavailable, SandboxError
-from harness.rollout.cache import _try_lock, cache_dir
+from harness.rollout.cache import try_lock, cache_dir
 from harness.sandbox.base import Progress
 from harness.sandbox.docker import context
 from harness.sandbox.docker.engine import Engine
@@ -50,7 +50,7 @@ async def once(engine: Engine, reference: str, make: Callable[[], Awaitable[None
 @asynccontextmanager
 async def _locked(path: Path) -> AsyncIterator[None]:
     while True:
-        with _try_lock(path) as held:
+        with try_lock(path) as held:
             if held:
                 yield
                 return

@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any
 
 import anyio
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from harness.errors import ImageError, SandboxError
 from harness.sandbox.base import Progress
@@ -51,7 +58,7 @@ def patiently(what: str, progress: Progress) -> AsyncRetrying:
     return AsyncRetrying(
         retry=retry_if_exception(_is_rate_limit),
         stop=stop_after_delay(_RATE_LIMIT_S),
-        wait=wait_exponential_jitter(initial=1, max=300),
+        wait=wait_exponential(1, max=300) + wait_random(0, 1),
         before_sleep=partial(_tell, what, progress),
         sleep=anyio.sleep,
         reraise=True,

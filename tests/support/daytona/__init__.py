@@ -10,7 +10,8 @@ It is strict where the service is, and a test can order faults and put the clock
         assert not service.sandboxes
 
 What it is not: no sandbox has any egress, whatever its network settings say; resources are accounted for, not enforced;
-all base images hold this machine's ``/usr`` and Python; a build has no context (no COPY), and this machine's network.
+all base images hold this machine's ``/usr`` and Python; a build has one stage, and this machine's network; what is
+uploaded for its COPY lines comes without TLS, which the SDK must be told to allow.
 """
 
 from .clock import Clock as Clock

@@ -76,7 +76,7 @@ class Api:
             web.get("/api/snapshots", self.list_snapshots),
             web.get("/api/snapshots/{id}", self.get_snapshot),
             web.delete("/api/snapshots/{id}", self.delete_snapshot),
-            web.post("/api/snapshots/{id}/activate", self.get_snapshot),
+            web.post("/api/snapshots/{id}/activate", self.activate_snapshot),
             web.get("/api/config", self.config),
             web.get("/api/regions", self.regions),
             web.get("/api/shared-regions", self.regions),
@@ -233,6 +233,10 @@ class Api:
         return web.json_response(
             describe_snapshot(self._world.find_snapshot(request.match_info["id"]), self._organization)
         )
+
+    async def activate_snapshot(self, request: web.Request) -> web.Response:
+        await self._world.activate_snapshot(self._world.find_snapshot(request.match_info["id"]))
+        return await self.get_snapshot(request)
 
     async def delete_snapshot(self, request: web.Request) -> web.Response:
         await self._world.remove_snapshot(self._world.find_snapshot(request.match_info["id"]))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import tarfile
 from collections.abc import AsyncIterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
 
 import anyio
+import anyio.to_thread
 
 from . import dockerfile
-from .machine import BASE_ENV, HOME, Layers, MachineDown, MachineRoom, chunks
+from .machine import BASE_ENV, HOME, Layers, MachineDown, MachineRoom, chunks, remove_tree
 
 LOG_BYTES = 4 * 1024 * 1024
 STEP_S = 1800.0
@@ -19,9 +24,10 @@ STEP_S = 1800.0
 class Build:
     """One image. ``state`` is pending, building, active or build_failed."""
 
-    def __init__(self, content: str) -> None:
-        self.ref = f"daytona-{hashlib.sha256(content.encode()).hexdigest()}"
+    def __init__(self, content: str, contexts: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        self.ref = f"daytona-{hashlib.sha256(' '.join([content, *contexts]).encode()).hexdigest()}"
         self.content = content
+        self.contexts = contexts
         self.state = "pending"
         self.reason: str | None = None
         self.recipe = dockerfile.Recipe()
@@ -83,9 +89,9 @@ class Builder:
         self.runs = 0
         """Builds that really ran."""
 
-    def get(self, content: str) -> tuple[Build, bool]:
+    def get(self, content: str, contexts: Mapping[str, bytes] = MappingProxyType({})) -> tuple[Build, bool]:
         """The build of a Dockerfile, and whether it is new and has to be ``run``. What failed is tried again."""
-        build = Build(content)
+        build = Build(content, contexts)
         old = self._builds.get(build.ref)
         if old is not None and old.state != "build_failed":
             return old, False
@@ -103,6 +109,8 @@ class Builder:
             if not any(fnmatchcase(build.recipe.image, pattern) for pattern in self._images):
                 raise dockerfile.DockerfileError(f"pull access denied for {build.recipe.image}")
             layers = Layers(self._room.folder / "layers" / name)
+            context = layers.folder / "root" / dockerfile.CONTEXT[1:]
+            await anyio.to_thread.run_sync(_unpack, build.contexts, context)
             machine = await self._room.start(name, None, build=layers, network=True)
             try:
                 for number, step in enumerate(build.recipe.steps, 2):
@@ -123,10 +131,18 @@ class Builder:
                 with anyio.CancelScope(shield=True):
                     await machine.kill()
                     await self._room.remove(name)
+            await anyio.to_thread.run_sync(remove_tree, context)
             build.layers = layers
             build.end("active")
         except (dockerfile.DockerfileError, MachineDown, OSError) as error:
             build.end("build_failed", f"Error building image: {error}")
+
+
+def _unpack(contexts: Mapping[str, bytes], folder: Path) -> None:
+    folder.mkdir()
+    for data in contexts.values():
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            tar.extractall(folder, filter="tar")
 
 
 def _registry_env() -> dict[str, str]:

@@ -41,7 +41,7 @@ def describe(sandbox: Sandbox, organization: str, toolbox_url: str, *, listed: b
 
 def describe_build(build: Build, at: float) -> dict[str, Any]:
     return {
-        "dockerfileContent": build.content, "contextHashes": [], "snapshotRef": build.ref,
+        "dockerfileContent": build.content, "contextHashes": list(build.contexts), "snapshotRef": build.ref,
         "createdAt": iso(at), "updatedAt": iso(at),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The part of the Dockerfile language that a declarative build without a context uses."""
+"""The part of the Dockerfile language that single-stage images are written in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import json
 import re
 import shlex
 from dataclasses import dataclass, field
+
+CONTEXT = "/.context"
+"""Where a build's context lies inside the machine that builds."""
+_COPY = """
+set -e; IFS=; dst=$1; shift
+[ $# -le 1 ] || dst=${dst%/}/
+for pattern; do for src in $pattern; do
+    if [ -d "$src" ]; then mkdir -p "$dst"; cp -R "$src/." "$dst"; continue; fi
+    [ -e "$src" ] || { echo "file not found in build context: $src"; exit 1; }
+    case $dst in */) mkdir -p "$dst";; *) mkdir -p "$(dirname "$dst")";; esac
+    cp "$src" "$dst"
+done; done
+"""
 
 
 class DockerfileError(Exception):
@@ -72,7 +85,15 @@ def parse(text: str) -> Recipe:
             case "CMD":
                 recipe.cmd = _command(rest)
             case "COPY" | "ADD":
-                raise DockerfileError(f"{word} failed: no build context was uploaded")
+                try:
+                    *sources, to = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+                except ValueError as error:
+                    raise DockerfileError(f"dockerfile parse error: {line}: {error}") from error
+                if not sources or any(each.startswith("--from=") or "://" in each for each in sources):
+                    raise DockerfileError(f"the stand-in copies files of the context only: {line}")
+                sources = [each.lstrip("/") or "." for each in sources if not each.startswith("--")]
+                to = to if to.startswith("/") else f"{recipe.workdir.rstrip('/')}/{to}"
+                recipe.steps.append(Step(line, ["/bin/sh", "-c", _COPY, word, to, *sources], {}, CONTEXT))
             case "LABEL" | "EXPOSE" | "STOPSIGNAL":
                 pass
             case _:

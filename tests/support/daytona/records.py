@@ -26,6 +26,7 @@ class Quota:
     memory: int = 1000
     disk: int = 5000
     sandboxes: int | None = None
+    snapshots: int | None = None
     cpu_each: int = 4
     memory_each: int = 8
     disk_each: int = 10
@@ -58,12 +59,14 @@ class Snapshot:
     region: str
     general: bool = False
     removing: bool = False
+    aside: str = ""
+    """``inactive`` once nobody used it for long, ``pending`` while it comes back."""
     used_at: float | None = None
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     @property
     def state(self) -> str:
-        return "removing" if self.removing else self.build.state
+        return "removing" if self.removing else self.aside or self.build.state
 
     @property
     def command(self) -> list[str]:

@@ -26,6 +26,7 @@ from .machine import MachineRoom, remove_tree
 from .proxy import PreviewProxy
 from .records import Quota, Sandbox, Snapshot
 from .schema import PROXY, ApiError
+from .storage import Storage
 from .toolbox import Toolbox
 from .world import World
 
@@ -151,7 +152,8 @@ class DaytonaStandIn:
     async def _listen(self) -> Callable[[], Awaitable[None]]:
         app = web.Application(middlewares=[self._middleware], client_max_size=64 * 1024 * 1024)
         app.add_routes(Api(self.world, self.rates, self.organization_id, self._url_of).routes())
-        app.add_routes([*Toolbox(self.world).routes(), *Files(self.world).routes()])
+        storage = Storage(self.world, self.organization_id, self._url_of)
+        app.add_routes([*Toolbox(self.world).routes(), *Files(self.world).routes(), *storage.routes()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=1024)
@@ -168,7 +170,8 @@ class DaytonaStandIn:
             await self.world.sweep()
 
     def _url_of(self, what: str) -> str:
-        return {"api": self.url, "toolbox": f"{self._origin}/toolbox", "preview": self._preview}[what]
+        below = {"api": self.url, "toolbox": f"{self._origin}/toolbox", "storage": f"{self._origin}/storage"}
+        return {**below, "preview": self._preview}[what]
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -204,7 +207,8 @@ class DaytonaStandIn:
     async def _answer(
         self, request: web.Request, handler: Handler, path: str, actions: list[Action], headers: dict[str, str]
     ) -> web.StreamResponse:
-        self._authorize(request)
+        if not request.path.startswith("/storage"):  # has credentials of its own
+            self._authorize(request)
         if request.path.startswith("/api"):
             counted, passes = self.rates.hit(throttlers(request.method, path))
             headers.update(counted)

@@ -18,6 +18,9 @@ from .sessions import Sessions
 
 CREATE_WAIT_S = 30.0
 """How long the service holds the answer to a create from a snapshot until the sandbox has started."""
+UNUSED_S = 14 * 86400.0
+"""When the service puts aside a snapshot that nobody uses."""
+ACTIVATE_S = 0.2
 _MORE = "\nTo increase concurrency limits, upgrade your organization's Tier."
 _IDLE = ("stopped", "archived", "error", "build_failed", "destroyed")
 
@@ -49,6 +52,8 @@ class World:
         self._secret_names = secret_names
         self.sandboxes: dict[str, Sandbox] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.contexts: dict[str, bytes] = {}
+        """Of builds: tars by the hash that the SDK gives them."""
         self.created = 0
         self.peak = 0
         """The most sandboxes that ever existed at once."""
@@ -99,6 +104,9 @@ class World:
         cpu, memory, disk = asked.cpu or 1, asked.memory or 1, asked.disk or 3
         region = self.region(asked.region_id)
         self._check_each(cpu, memory, disk)
+        most = self.quota.snapshots
+        if most is not None and sum(not each.general for each in self.snapshots.values()) >= most:
+            raise ApiError(403, f"Snapshot quota exceeded. Maximum allowed: {most}")
         content = asked.build_info.dockerfile_content if asked.build_info else f"FROM {asked.image_name}\n"
         build = self._build(content, asked.build_info)
         snapshot = Snapshot(
@@ -129,10 +137,26 @@ class World:
 
         self._tasks.start_soon(remove)
 
+    async def activate_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.state == "active":
+            raise ApiError(400, f"Snapshot {snapshot.id} is already active")
+        if snapshot.state != "inactive":
+            raise ApiError(400, f"Snapshot {snapshot.id} cannot be activated - it is in {snapshot.state} state")
+        snapshot.aside = "pending"
+
+        async def activate() -> None:
+            await anyio.sleep(ACTIVATE_S)
+            snapshot.aside, snapshot.used_at = "", self.clock.now()
+
+        self._tasks.start_soon(activate)
+
     def _build(self, content: str, asked: schema.BuildInfo | None, delay_s: float = 0.0) -> Build:
-        if asked and asked.context_hashes:
-            raise ApiError(400, "The stand-in takes no build context")
-        build, new = self._builder.get(content)
+        contexts = {}
+        for each in (asked and asked.context_hashes) or []:
+            if each not in self.contexts:
+                raise ApiError(400, f"Build context {each} was not uploaded")
+            contexts[each] = self.contexts[each]
+        build, new = self._builder.get(content, contexts)
         if new:
             self._tasks.start_soon(self._builder.run, build, delay_s)
         return build
@@ -243,6 +267,10 @@ class World:
     async def sweep(self) -> None:
         """Do what the clocks ask for."""
         now = self.clock.now()
+        for snapshot in self.snapshots.values():
+            unused_s = now - (snapshot.used_at or snapshot.created_at)
+            if snapshot.state == "active" and not snapshot.general and unused_s > UNUSED_S:
+                snapshot.aside = "inactive"
         for sandbox in self.live():
             if sandbox.state in ("destroying", "creating", "starting", "stopping"):
                 continue
@@ -348,10 +376,11 @@ class World:
         sessions, sandbox.sessions = sandbox.sessions, None
         for link in list(sandbox.links):
             link.cut()
-        if machine:
-            await machine.kill()
-        if sessions:
-            sessions.close()
+        with anyio.CancelScope(shield=True):  # nobody else would know of them
+            if machine:
+                await machine.kill()
+            if sessions:
+                sessions.close()
 
     async def _destroy(self, sandbox: Sandbox) -> None:
         sandbox.set_state("destroying", self.clock.now(), "destroyed")
