@@ -6,7 +6,7 @@ import pytest
 
 from harness.guest import ENV
 from harness.sandbox.docker.base import Interpreter
-from harness.sandbox.docker.context import own_shebang
+from harness.sandbox.packing import own_shebang
 
 
 @pytest.mark.parametrize(

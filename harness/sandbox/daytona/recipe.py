@@ -27,8 +27,7 @@ from harness.guest import ENV, ROOT
 from harness.rollout.environment import site_packages
 from harness.rollout.lock import Lock, allows, read_pyproject
 from harness.sandbox.base import Progress
-from harness.sandbox.docker.build import digest_files
-from harness.sandbox.docker.context import own_shebang
+from harness.sandbox.packing import digest_files, own_shebang
 
 STEP = "harness: installing packages"
 """In the build's log, when it is the dependencies' turn."""

@@ -19,10 +19,11 @@ from harness.rollout.cache import cache_dir
 from harness.rollout.lock import Lock
 from harness.sandbox.base import Progress, SandboxSettings
 from harness.sandbox.docker import container, context
-from harness.sandbox.docker.build import LABEL, build, digest, digest_files, once
+from harness.sandbox.docker.build import LABEL, build, once
 from harness.sandbox.docker.engine import Engine
 from harness.sandbox.docker.pull import BOOTSTRAP, DEFAULT_IMAGE, pull
 from harness.sandbox.owner import this_process
+from harness.sandbox.packing import digest, digest_files
 
 BASES = "harness-base"
 """Repository of the images built from folders."""

@@ -15,12 +15,13 @@ import anyio
 from anyio import to_thread
 
 from harness.errors import ImageError, ProviderUnavailable, SandboxError
-from harness.rollout.cache import try_lock, cache_dir
+from harness.rollout.cache import cache_dir, try_lock
 from harness.sandbox.base import Progress
 from harness.sandbox.docker import context
 from harness.sandbox.docker.engine import Engine
 from harness.sandbox.docker.pull import patiently
 from harness.sandbox.docker.refusals import FULL_HINT
+from harness.sandbox.packing import digest
 
 LABEL = "harness.image"
 """Label of every image of ours; says what it is: ``default``, ``base`` (of a folder's Dockerfile), ``environment``."""
@@ -124,17 +125,3 @@ def used_at(reference: str) -> float | None:
 
 def forget(reference: str) -> None:
     _used_record(reference).unlink(missing_ok=True)
-
-
-def digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def digest_files(folder: Path, pattern: str) -> str:
-    """Content address of a folder's files: names, executable bits and contents."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob(pattern)):
-        if path.is_file() and not {".git", "__pycache__"} & set(path.relative_to(folder).parts):
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            found.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o100}\0{content}\0".encode())
-    return found.hexdigest()

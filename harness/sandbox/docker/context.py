@@ -13,6 +13,7 @@ from anyio import from_thread, to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
 from harness.guest import ENV, LIB
+from harness.sandbox.packing import own_shebang
 
 GUEST = Path(__file__).parents[2] / "guest"
 _CHUNK = 256 * 1024
@@ -132,19 +133,6 @@ def directory(tar: tarfile.TarFile, folder: Path) -> None:
 
 def guest_files() -> list[Path]:
     return sorted(GUEST.rglob("*.py"))
-
-
-def own_shebang(script: bytes) -> bytes:
-    """A console script with the environment's interpreter, whatever interpreter the installer wrote into it."""
-    first, _, rest = script.partition(b"\n")
-    if not first.startswith(b"#!"):
-        return script
-    if b"python" not in first:
-        second, _, after = rest.partition(b"\n")
-        if not second.startswith(b"'''exec'"):
-            return script
-        rest = after.partition(b"\n")[2]  # the installer's form for a path with blanks: two lines of shell
-    return f"#!{ENV}/bin/python\n".encode() + rest
 
 
 def _tree(tar: tarfile.TarFile, source: Path, target: str, skip: Path) -> None:

@@ -17,9 +17,10 @@ from harness.rollout.environment import site_packages
 from harness.rollout.lock import Lock
 from harness.sandbox.base import Environment, Progress, SandboxSettings, StoredImage
 from harness.sandbox.docker import base, context
-from harness.sandbox.docker.build import LABEL, build, digest, digest_files, forget, once, used_at
+from harness.sandbox.docker.build import LABEL, build, forget, once, used_at
 from harness.sandbox.docker.engine import Engine
 from harness.sandbox.docker.pull import DEFAULT_IMAGE
+from harness.sandbox.packing import digest, digest_files
 
 ENVIRONMENTS = "harness-env"
 """Repository of the environment images."""
