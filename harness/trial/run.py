@@ -9,9 +9,11 @@ from importlib.metadata import version
 
 import anyio
 import anyio.to_thread
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
-from harness.errors import HarnessError, StoreError
+from harness.errors import HarnessError, SandboxError, StoreError
 from harness.models import Row, TrialRecord
+from harness.policy import Policy
 from harness.report import Reporter
 from harness.sandbox.base import describe
 from harness.sandbox.owner import this_process
@@ -22,9 +24,9 @@ from harness.trial.plan import Plan
 from harness.trial.preflight import check_session
 from harness.trial.prepare import Prepared, prepare
 from harness.trial.provenance import provenance, will_differ
-from harness.trial.session import Blueprint
+from harness.trial.session import Blueprint, Session
 from harness.trial.signals import Interrupts
-from harness.trial.trial import TrialRequest, TrialRunner
+from harness.trial.trial import MAX_ATTEMPTS, TrialRequest, TrialRunner
 
 AHEAD = 0.25
 """Sandboxes that wait, loaded, as a share of those in flight; at least one."""
@@ -96,14 +98,32 @@ async def _prepare_and_run(
             ahead = max(1, round(plan.max_in_flight * AHEAD))
             async with Fleet(blueprint, max_in_flight=plan.max_in_flight, ahead=ahead, demand=len(pending)) as fleet:
                 reporter.phase("checking the policy from inside a sandbox")
-                session = await fleet.open()
-                await check_session(session, prepared.policy)
-                fleet.put(session)
+                fleet.put(await _checked(fleet, prepared.policy))
                 trials = _Trials(plan, prepared, fleet, store, reporter)
                 interrupts.on_first = trials.stop
                 await trials.run(pending)
     if whole.cancelled_caught and interrupts.on_first == whole.cancel:
         raise WorkIsLeft("interrupted before the first trial was started")
+
+
+async def _checked(fleet: Fleet, policy: Policy) -> Session:
+    """A session that has asked the policy a question. A sandbox that is lost then is made again, as for a trial."""
+    tries = AsyncRetrying(
+        retry=retry_if_exception(lambda error: isinstance(error, SandboxError) and error.retryable),
+        stop=stop_after_attempt(MAX_ATTEMPTS),
+        sleep=anyio.sleep,
+        reraise=True,
+    )
+    async for attempt in tries:
+        with attempt:
+            session = await fleet.open()
+            try:
+                await check_session(session, policy)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await session.release()
+                raise
+    return session
 
 
 class _Trials:

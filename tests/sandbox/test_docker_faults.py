@@ -218,6 +218,24 @@ async def test_a_disk_that_is_too_full_for_an_image_leaves_no_half_one(
         assert await provider.engine.image(environment.handle) is not None
 
 
+async def test_a_sandbox_that_is_lost_before_the_first_trial_is_made_again(
+    workspace: Workspace, scripted_policy: ScriptedPolicy
+) -> None:
+    workspace.write_rows([{"user_prompt": "say ok", "ground_truth": "ok"}])
+    scripted_policy.script, scripted_policy.delay_s = lambda body: Reply("ok"), FOREVER_S
+    process = start(workspace, scripted_policy)
+    with anyio.fail_after(60):
+        while not scripted_policy.requests:
+            await anyio.sleep(0.05)
+    scripted_policy.delay_s = 0
+    async with DockerProvider() as provider:
+        (info,) = [info for info in await provider.list() if info.owner and info.owner.pid == process.pid]
+        await provider.remove(info)
+    done = await ended(process)
+    assert done.code == 0, done.err
+    assert done.document["summary"]["passed"] == 1
+
+
 async def test_a_run_killed_at_any_moment_leaves_no_container_and_the_next_one_finishes_it(
     workspace: Workspace, scripted_policy: ScriptedPolicy
 ) -> None:
