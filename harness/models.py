@@ -34,14 +34,14 @@ class Row(Record):
 class Resources(Record):
     """What one sandbox may use."""
 
-    cpus: float = Field(default=1.0, gt=0)
-    memory_mib: int = Field(default=2048, ge=64)
+    cpus: float = Field(default=1.0, ge=0.01, le=4096)
+    memory_mib: int = Field(default=2048, ge=64, le=1 << 26)
     disk_mib: int = Field(default=1024, ge=16)
     """Size of everything the sandbox can write (each of the work folder and /tmp may hold this much)."""
     file_mib: int = Field(default=512, ge=1)
     """Size of one file."""
     processes: int = Field(default=512, ge=8)
-    open_files: int = Field(default=1024, ge=64)
+    open_files: int = Field(default=1024, ge=64, le=1 << 20)
 
 
 class Failure(Record):

@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from tests.support.policy import Fault, Reply, ScriptedPolicy
-from tests.support.workspace import ROOT, Finished, Workspace
+from tests.support.workspace import ROOT, WORKFLOW, Finished, Workspace
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -117,6 +117,33 @@ async def test_keep_and_artifacts(workspace: Workspace, scripted_policy: Scripte
     assert (folder / "sandbox/made.txt").read_text() == "m"
     assert (folder / "artifacts/a.txt").read_text() == "a"
     assert (workspace.root / "out/r/artifacts/row_0_run_0/a.txt").read_text() == "a"
+
+
+@pytest.mark.namespaces
+async def test_an_archive_that_is_cut_off_costs_no_time(workspace: Workspace, scripted_policy: ScriptedPolicy) -> None:
+    workspace.settings("[tool.harness.artifacts]\nmax_files = 0\nmax_mib = 0\n")
+    workspace.write_main(
+        "for n in range(1500): (ctx.artifacts_dir / f'{n}.txt').touch()\n"
+        "(ctx.artifacts_dir / 'z').write_text('z' * 9**8)\n"
+        "return [{'role': 'assistant', 'content': 'ok'}]"
+    )
+    done = await run(workspace, scripted_policy, "--sandbox", "local")
+    (trial,) = done.trials
+    assert trial["reward"] == 1.0
+    assert [line for line in trial["warnings"] if "could not be taken out" in line] == []
+    assert [line for line in trial["warnings"] if "ended early: the archive has too many entries" in line]
+
+
+@pytest.mark.parametrize("provider", [LOCAL, DOCKER])
+async def test_libraries_are_told_how_many_cpus_they_have(
+    workspace: Workspace, scripted_policy: ScriptedPolicy, provider: str
+) -> None:
+    workspace.settings("[tool.harness.sandbox]\ncpus = 2\nenv = { MKL_NUM_THREADS = '7' }\n")
+    names = ["OMP_NUM_THREADS", "GOMAXPROCS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"]
+    workspace.write_main(f"return [{{'role': 'assistant', 'content': str([os.environ.get(n) for n in {names}])}}]")
+    workspace.write_rows([{"user_prompt": "how many?", "ground_truth": "['2', '2', '7', 'false']"}])
+    done = await run(workspace, scripted_policy, "--sandbox", provider)
+    assert done.trials[0]["reward"] == 1.0, done.trials[0]["samples"]
 
 
 @pytest.mark.parametrize("provider", [LOCAL, DOCKER])
@@ -271,6 +298,28 @@ async def test_a_policy_that_fails_some_trials(workspace: Workspace, scripted_po
             assert trial["reward"] is None, (name, trial)
             assert trial["failure"]["party"] == "policy", (name, trial)
             assert trial["failure"]["retryable"] == (name in ("breaks", "cuts")), (name, trial)
+
+
+@pytest.mark.namespaces
+async def test_a_deadline_that_passes_while_the_policy_owes_an_answer_is_the_policys_fault(
+    workspace: Workspace, scripted_policy: ScriptedPolicy
+) -> None:
+    faults = {"hangs": Fault("hang"), "limits": Fault("status", 429, retry_after="1000")}
+
+    def script(body: dict[str, Any]) -> Reply | Fault:
+        text = json.dumps(body["messages"])
+        return next((fault for name, fault in faults.items() if name in text), Reply("ok"))
+
+    scripted_policy.script = script
+    workspace.write_main("if 'dawdles' in str(ctx.prompt):\n    await asyncio.sleep(600)\n" + WORKFLOW)
+    names = [*faults, "dawdles"]
+    workspace.write_rows([{"user_prompt": name, "ground_truth": "ok"} for name in names])
+    done = await run(workspace, scripted_policy, "--sandbox", "local", "--agent-timeout", "4")
+    assert done.code == 0, done.err
+    failures = {name: trial["failure"] for name, trial in zip(names, done.trials, strict=True)}
+    assert [(f["party"], f["retryable"]) for f in failures.values()] == [("policy", True)] * 2 + [("rollout", False)]
+    assert {f["category"] for f in failures.values()} == {"timeout"}
+    assert "429" in failures["limits"]["message"]
 
 
 # Interruptions and continuing

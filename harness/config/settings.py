@@ -47,7 +47,7 @@ from harness.models import Record, Resources
 from harness.sandbox.base import ProviderName, SandboxSettings
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*(:(?P<port>[0-9]{{1,5}}))?")
+_HOST = re.compile(rf"((\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

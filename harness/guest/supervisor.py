@@ -206,10 +206,11 @@ class Supervisor:
     async def _export(self, folder: str) -> None:
         processes.kill_all(self._child.pid)  # in this thread: a fork bomb may have left no room for another
         stream = self._mux.open("export")
-        with contextlib.suppress(StreamReset):
+        report: dict[str, Any] = {"files": 0, "bytes": 0, "skipped": []}
+        with contextlib.suppress(StreamReset):  # the host has had enough
             report = await export.send(self._root / folder, stream)
             stream.write_eof()
-            self._mux.send({"type": "exported", **report})
+        self._mux.send({"type": "exported", **report})
 
     # The child
 

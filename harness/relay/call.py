@@ -37,6 +37,9 @@ class Call:
         self._fields: dict[str, Any] | None = None
         self._body = b""
         self._attempts = 0
+        self._trouble: UpstreamFailure | None = None
+        """Why the policy was asked again last."""
+        self._duration_s: float | None = None
         self._first_byte_s: float | None = None
         self._status: int | None = None
         self._merger = Merger()
@@ -67,8 +70,11 @@ class Call:
         headers = {name: self._request.headers[name] for name in _FORWARDED if name in self._request.headers}
         return await self._upstream.open(path, self._body, headers, self._count_attempt)
 
-    def _count_attempt(self) -> None:
-        self._attempts += 1
+    def _count_attempt(self, failed: UpstreamFailure | None) -> None:
+        if failed is None:
+            self._attempts += 1
+        else:
+            self._trouble = failed
 
     def _count(self, data: bytes) -> None:
         if self._first_byte_s is None:
@@ -206,6 +212,16 @@ class Call:
 
     # -- what is left
 
+    def unanswered(self) -> Failure | None:
+        """What the policy owes: null once anything of an answer, or a failure, has come."""
+        if self._first_byte_s is not None or self._error is not None:
+            return None
+        waited = self._duration_s if self._duration_s is not None else time.monotonic() - self._began
+        text = f"the policy had not answered a model call after {waited:.1f} s"
+        if self._trouble is not None:
+            text += f"; before that: {self._trouble.error.message}"
+        return Failure(party="policy", category="timeout", kind="Unanswered", message=text, retryable=True)
+
     def tokens(self) -> Tokens:
         if self._response is None:
             self._response = self._merger.result()
@@ -215,7 +231,10 @@ class Call:
         limit = self._settings.record_bytes
         request, cut = bounded(self._fields, len(self._body), limit)
         response, response_cut = bounded(self._response, self._response_size, limit)
+        self._duration_s = time.monotonic() - self._began
         gone = "the sandbox went away before the answer" if self._status is None else None
+        if gone and self._trouble is not None:
+            gone += f"; before that: {self._trouble.error.message}"
         retries = self._request.headers.get("x-stainless-retry-count", "")
         return CallRecord(
             index=index,
@@ -230,7 +249,7 @@ class Call:
             complete=self._complete,
             started_at=self._started_at,
             first_byte_s=self._first_byte_s,
-            duration_s=time.monotonic() - self._began,
+            duration_s=self._duration_s,
             **tokens._asdict(),
             truncated=cut or response_cut,
         )

@@ -180,7 +180,7 @@ class _Tunnel:
             raise _Refused(
                 403,
                 f"{host}:{port} is not allowed. To allow it, add it to [tool.harness.sandbox] in the rollout's "
-                f'pyproject.toml: allow = ["{host}:{port}"]',
+                f'pyproject.toml: allow = ["{_listed(host, port)}"]',
             )
         try:
             with anyio.fail_after(_CONNECT_S):
@@ -192,8 +192,8 @@ class _Tunnel:
         addresses = list(dict.fromkeys(ipaddress.ip_address(entry[4][0]) for entry in found))
         usable = [address for address in addresses if self._rules.may_connect(address, port)]
         if not usable:
-            first = addresses[0]
-            listed = f"[{first}]:{port}" if first.version == 6 else f"{first}:{port}"
+            first = str(addresses[0])
+            listed = _listed(first, port)
             raise _Refused(403, f'{host} resolves to {first}, which is not public. To allow it, add "{listed}" as well')
         reason = ""
         for address in usable:
@@ -206,6 +206,11 @@ class _Tunnel:
             self.address = str(address)
             return remote
         raise _Refused(502, f"{host}:{port} cannot be reached: {reason}")
+
+
+def _listed(host: str, port: int) -> str:
+    """As ``allow`` wants it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _split(pattern: str) -> tuple[str, int]:

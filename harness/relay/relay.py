@@ -91,6 +91,7 @@ class Lease:
     def restart(self) -> None:
         """Forget the calls so far: they were a check, and no trial's."""
         self.failure = None
+        self._latest: Call | None = None
         self.usage = Usage()
         """What the calls that are over have used."""
         self._index = self._refused = 0
@@ -100,6 +101,11 @@ class Lease:
     def policy_s(self) -> float:
         """Seconds in which at least one call was open."""
         return self._policy_s + (time.monotonic() - self._open_since if self._open else 0.0)
+
+    @property
+    def unanswered(self) -> Failure | None:
+        """The policy's part in what ended just now: nothing has come of the latest call. Null where something has."""
+        return self._latest.unanswered() if self._latest is not None else None
 
     def route(self, policy: Policy) -> None:
         """Have this sandbox's calls answered by another policy than the relay's own from now on."""
@@ -205,6 +211,7 @@ class Lease:
             if self._refused <= _MAX_REFUSALS:
                 self._emit(call.record(self._next_index(), Tokens()))
             raise
+        self._latest = call
         index = self._next_index()
         if not self._open:
             self._open_since = time.monotonic()

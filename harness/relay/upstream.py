@@ -83,23 +83,29 @@ class Upstream:
         other._session = self._session
         return other
 
-    async def open(self, path: str, body: bytes, headers: dict[str, str], on_attempt: Callable[[], None]) -> Answer:
+    async def open(
+        self, path: str, body: bytes, headers: dict[str, str], on_attempt: Callable[[UpstreamFailure | None], None]
+    ) -> Answer:
         """Send a request until there is an answer with a success status, its body still to be read.
 
         :param path: what follows the policy's base URL.
-        :param on_attempt: called before each request.
+        :param on_attempt: called before each request, and with the failure of each that will be made again.
         :raises UpstreamFailure: no success within the bounds of the settings.
         """
         settings = self._settings
         spread = wait_exponential(settings.retry_first_s, settings.retry_max_s) + wait_random(0, settings.retry_first_s)
 
-        def wait(state: RetryCallState) -> float:
+        def failure(state: RetryCallState) -> UpstreamFailure | None:
             error = state.outcome.exception() if state.outcome else None
-            asked = error.retry_after if isinstance(error, UpstreamFailure) else None
+            return error if isinstance(error, UpstreamFailure) else None
+
+        def wait(state: RetryCallState) -> float:
+            asked = error.retry_after if (error := failure(state)) else None
             return spread(state) if asked is None else min(asked, settings.retry_max_s)
 
         retrying = AsyncRetrying(
-            before=lambda _: on_attempt(),
+            before=lambda _: on_attempt(None),
+            before_sleep=lambda state: on_attempt(failure(state)),
             retry=retry_if_exception(lambda error: isinstance(error, UpstreamFailure) and error.again),
             wait=wait,
             stop=stop_after_attempt(settings.attempts) | stop_before_delay(settings.retry_budget_s),

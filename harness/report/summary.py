@@ -48,7 +48,7 @@ def print_results(result: RunResult, console: Console) -> None:
     states = Counter(entry.status for entry in result.entries)
     items = f"{len(result.entries)}/{result.planned} complete · {states['success']} ok · {states['failed']} failed"
     items += f" · {states['skipped']} skipped" if states["skipped"] else ""
-    scored = f"{summary['passed']}/{summary['completed_samples']} scored, threshold {summary['pass_threshold']:g}"
+    scored = f"{summary['passed']}/{summary['completed_samples']}, threshold {summary['pass_threshold']:g}"
     rows = [("Run", result.name), ("Work Items", items), ("Pass Rate", f"{summary['pass_rate']:.1%} ({scored})")]
     if "reward_stats" in summary:
         stats = " · ".join(f"{name} {summary['reward_stats'][name]:.3f}" for name in ("mean", "median", "min", "max"))

@@ -25,6 +25,19 @@ Progress = Callable[[str], None]
 """Takes one line that says what long work is doing now. Called from the event loop only."""
 
 
+_THREADS = (
+    "GOMAXPROCS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_MAX_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHON_CPU_COUNT",
+    "RAYON_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
 class SandboxSettings(Record):
     """``[tool.harness.sandbox]`` with the flags applied."""
 
@@ -39,6 +52,14 @@ class SandboxSettings(Record):
     """Let the sandbox write outside its work folder and /tmp (docker only; without a size limit of its own)."""
     runtime: str = ""
     """OCI runtime for docker: ``runsc``, ``kata``; empty for the engine's default."""
+
+    def variables(self) -> dict[str, str]:
+        """What the rollout finds in its environment: ``env``, and for the libraries how many CPUs are its own.
+
+        Left alone they start a thread for each CPU of the machine, and all of them share the sandbox's quota.
+        """
+        threads = str(max(1, int(self.resources.cpus)))
+        return {**dict.fromkeys(_THREADS, threads), "TOKENIZERS_PARALLELISM": "false", **self.env}
 
 
 class Capabilities(Record):
@@ -76,7 +97,11 @@ class Owner(Record):
     """Who made a sandbox, on labels and in the journal, so that a reaper knows dead owners from living ones."""
 
     host: str
+    machine: str = ""
+    """Says that a host of this name is the same installation; empty where nothing does."""
     boot_id: str
+    namespace: str = ""
+    """The PID namespace, in which alone the process id means something."""
     pid: int
     started: str
     """Start time of the process in clock ticks since boot, from /proc/<pid>/stat."""

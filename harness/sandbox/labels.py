@@ -20,7 +20,9 @@ def labels(owner: Owner, *, trial: str = "", attempt: int = 0, lease_s: float = 
     """Whose a sandbox is and which trial's. No secrets: anyone who may list sandboxes can read labels."""
     return {
         OWNED: owner.host,
+        f"{_OWNER}machine": owner.machine,
         f"{_OWNER}boot": owner.boot_id,
+        f"{_OWNER}namespace": owner.namespace,
         f"{_OWNER}pid": str(owner.pid),
         f"{_OWNER}started": owner.started,
         f"{PREFIX}run": owner.run,
@@ -36,7 +38,9 @@ def owner_of(found: Mapping[str, str]) -> Owner | None:
     try:
         return Owner(
             host=found[OWNED],
+            machine=found[f"{_OWNER}machine"],
             boot_id=found[f"{_OWNER}boot"],
+            namespace=found[f"{_OWNER}namespace"],
             pid=int(found[f"{_OWNER}pid"]),
             started=found[f"{_OWNER}started"],
             run=found[f"{PREFIX}run"],

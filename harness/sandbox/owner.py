@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -23,6 +24,22 @@ def _boot_id() -> str:
         return found.stdout.strip()
 
 
+@cache
+def _machine() -> str:
+    """A hash: systemd asks that the identity itself is not shown around."""
+    try:
+        return hashlib.sha256(Path("/etc/machine-id").read_bytes().strip()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux
+        return ""
+
+
 def _started(pid: int) -> str:
     """Start time of a process; empty when there is none with this pid, or just its remains."""
     if sys.platform == "linux":
@@ -40,11 +57,19 @@ def _started(pid: int) -> str:
 def this_process(run: str) -> Owner:
     """The owner of every sandbox that this process makes for a run."""
     pid = os.getpid()
-    return Owner(host=socket.gethostname(), boot_id=_boot_id(), pid=pid, started=_started(pid), run=run)
+    return Owner(
+        host=socket.gethostname(),
+        machine=_machine(),
+        boot_id=_boot_id(),
+        namespace=_namespace(),
+        pid=pid,
+        started=_started(pid),
+        run=run,
+    )
 
 
 def is_dead(owner: Owner) -> bool:
-    """Whether the owner certainly lives no more. Nothing can be said of processes on other machines."""
-    if owner.host != socket.gethostname():
-        return False
-    return owner.boot_id != _boot_id() or _started(owner.pid) != owner.started
+    """Whether the owner certainly lives no more. Nothing can be said of other machines' and containers' processes."""
+    if owner.boot_id == _boot_id():
+        return owner.namespace == _namespace() and _started(owner.pid) != owner.started
+    return owner.host == socket.gethostname() and owner.machine == _machine() != ""

@@ -18,7 +18,7 @@ Retry = Literal["failed", "unscored", "all"]
 _VERSIONS = {"rollout_protocol": "0.4", "dataset_normalization": 1, "state_schema": 1}
 """Of the platform's formats that this code writes."""
 
-_MAY_CHANGE_ON_RETRY = {"rollout", "env", "secret_names", "timeouts"}
+_MAY_CHANGE_ON_RETRY = {"rollout", "image", "env", "secret_names", "timeouts"}
 
 
 class DatasetInputs(Record):
@@ -46,6 +46,8 @@ class RunInputs(Record):
     dataset: DatasetInputs
     n: int
     rollout: RolloutInputs
+    image: str | None = None
+    """Base image of the sandboxes; None for the default."""
     env: dict[str, str] = Field(default_factory=dict)
     secret_names: list[str] = Field(default_factory=list)
     timeouts: Timeouts = Timeouts()

@@ -35,11 +35,13 @@ def of_ending(
     timeout_s: float | None,
     resources: Resources,
     policy: Failure | None,
+    unanswered: Failure | None = None,
     queued_s: float = 0.0,
 ) -> Failure | None:
     """Why a workflow that ended like this has no result; None when it has one.
 
     :param queued_s: how much of its time was gone before it began.
+    :param unanswered: what the policy still owed: a deadline that passes meanwhile is not the rollout's fault.
     :param policy: the last failure of the policy that reached the sandbox: who raised after one is not to blame.
     """
     if ended.how == "returned":
@@ -55,6 +57,8 @@ def of_ending(
         "out_of_memory": f"the workflow used more than its {resources.memory_mib} MiB of memory"
         " (raise memory_mib in [tool.harness.sandbox])",
     }[ended.how]
+    if ended.how == "timeout" and unanswered is not None:
+        return unanswered.model_copy(update={"message": f"{unanswered.message}\n  {message}"})
     kind = {
         "exited": "SystemExit",
         "signaled": "Killed",

@@ -215,6 +215,7 @@ def make_plan(flags: RunFlags, environ: Mapping[str, str], prompt: Callable[[str
             rollout=RolloutInputs(
                 name=rollout.name, entrypoint=rollout.entrypoint, source_digest=rollout.source_digest()
             ),
+            image=settings.sandbox.image or None,
             env=config.env,
             secret_names=list(config.secrets),
             timeouts=Timeouts(agent_timeout_sec=agent_timeout, grader_timeout_sec=grader_timeout),

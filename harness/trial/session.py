@@ -136,7 +136,7 @@ async def keep(blueprint: Blueprint, *, trial: str = "", attempt: int = 0, task_
                 loaded = await guest.load(
                     entrypoint=blueprint.entrypoint,
                     code=blueprint.code,
-                    env=blueprint.settings.env,
+                    env=blueprint.settings.variables(),
                     token=lease.token,
                     log_bytes=blueprint.log_bytes,
                     proxy=bool(blueprint.settings.allow),

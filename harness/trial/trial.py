@@ -202,15 +202,18 @@ class TrialRunner:
             return
         finally:
             attempt.timing["agent_s"] = time.monotonic() - started
+        lease = session.lease
         attempt.failure = outcome.of_ending(
             attempt.ended,
             timeout_s=limit,
             queued_s=request.queued_s,
             resources=self._fleet.blueprint.settings.resources,
-            policy=session.lease.failure,
+            policy=lease.failure,
+            # Whoever spent most of its time on its own is to blame for the rest, too.
+            unanswered=lease.unanswered if lease.policy_s > attempt.timing["agent_s"] / 2 else None,
         )
-        if attempt.failure is None and (failed := session.lease.usage.failed_calls):
-            attempt.warnings.append(f"{failed} of {session.lease.usage.calls} model calls failed, see calls.jsonl")
+        if attempt.failure is None and (failed := lease.usage.failed_calls):
+            attempt.warnings.append(f"{failed} of {lease.usage.calls} model calls failed, see calls.jsonl")
 
     async def _collect(self, session: Session, files: TrialFiles, attempt: _Attempt) -> None:
         """Take the artifacts out, of failed workflows too. What cannot be had is a warning, never a failure."""

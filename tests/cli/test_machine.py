@@ -74,7 +74,9 @@ async def test_reaping_takes_what_dead_runs_left_and_leaves_what_lives_alone() -
         "alive": alive,
         "dead": alive.model_copy(update={"started": "1"}),
         "another-boot": alive.model_copy(update={"boot_id": "an-earlier-one"}),
-        "elsewhere": alive.model_copy(update={"host": "another-machine", "started": "1"}),
+        "elsewhere": alive.model_copy(update={"boot_id": "another", "host": "another-machine", "started": "1"}),
+        "of-the-same-name": alive.model_copy(update={"boot_id": "another", "machine": "another"}),
+        "in-a-container": alive.model_copy(update={"namespace": "pid:[1]", "started": "1"}),
     }
     async with DockerProvider(command=lambda python, lib, boot: ["sleep", "300"]) as provider:
         made = {}
@@ -88,10 +90,10 @@ async def test_reaping_takes_what_dead_runs_left_and_leaves_what_lives_alone() -
             # Every run that starts meanwhile reaps, too: those of dead owners may be gone already.
             dead = {f"{run}-dead", f"{run}-another-boot"}
             assert all(info["dead"] == (name in dead) for name, info in listed.items() if name.startswith(run))
-            assert {f"{run}-alive", f"{run}-elsewhere"} <= set(listed)
+            assert {f"{run}-{name}" for name in owners} - dead <= set(listed)
             assert (await harness("sandboxes", "reap"))["problems"] == []
             left = {info.name for info in await provider.list() if info.owner and info.owner.run == run}
-            assert left == {f"{run}-alive", f"{run}-elsewhere"}
+            assert left == {f"{run}-{name}" for name in owners} - dead
         finally:
             for sandbox in made.values():
                 await provider.engine.remove(sandbox.id)

@@ -41,7 +41,7 @@ def test_every_key(tmp_path: Path) -> None:
         processes = 64
         open_files = 256
         env = { LANG = "C.UTF-8", tmp_dir = "/tmp" }
-        allow = ["Example.org", "a.example.org:8443", "*.example.com", "10.0.0.1"]
+        allow = ["Example.org", "a.example.org:8443", "*.example.com", "10.0.0.1", "[::1]:8080"]
         writable_root = true
         runtime = "runsc"
         [tool.harness.grader]
@@ -59,7 +59,7 @@ def test_every_key(tmp_path: Path) -> None:
         cpus=2.0, memory_mib=4096, disk_mib=100, file_mib=10, processes=64, open_files=256
     )
     assert found.sandbox.env == {"LANG": "C.UTF-8", "tmp_dir": "/tmp"}
-    assert found.sandbox.allow == ("example.org", "a.example.org:8443", "*.example.com", "10.0.0.1")
+    assert found.sandbox.allow == ("example.org", "a.example.org:8443", "*.example.com", "10.0.0.1", "[::1]:8080")
     assert (found.sandbox.writable_root, found.sandbox.runtime) == (True, "runsc")
     assert (found.grader.workers, found.grader.env) == (4, {"A": "1"})
     assert (found.artifacts.max_mib, found.artifacts.max_files) == (10, 20)

@@ -156,7 +156,7 @@ async def test_results_say_what_metrics_json_says(tmp_path: Path, capsys: pytest
     output = capsys.readouterr().out
     for expected in (
         "6/6 complete · 3 ok · 3 failed",
-        "33.3% (2/6 scored, threshold 1)",
+        "33.3% (2/6, threshold 1)",
         "mean 0.667 · median 1.000 · min 0.000 · max 1.000",
         "k=1 0.33 · k=2 0.67",
         "row 1 (source 6) run 1: error_type=agent_error ValueError: boom [red]?[31m -> ",

@@ -94,7 +94,7 @@ print(json.dumps({
     assert seen["seccomp"] == "2"
     assert seen["interfaces"] == ["lo"]
     assert seen["routes"] == []
-    assert seen["env"]["OMP_NUM_THREADS"] == "1"
+    assert sorted(seen["env"]) == ["HOME", "HOSTNAME", "LANG", "PATH"]
     assert not seen["sock"]
 
 
@@ -181,13 +181,12 @@ try:
         files.append(os.open("/dev/null", 0))
 except OSError as error:
     opened = [len(files), error.errno]
-print(json.dumps({"forks": forks, "opened": opened, "threads": os.environ["OPENBLAS_NUM_THREADS"]}))""",
-        resources=Resources(processes=32, open_files=64, cpus=2),
+print(json.dumps({"forks": forks, "opened": opened}))""",
+        resources=Resources(processes=32, open_files=64),
     )
     assert seen["forks"] == [31, 11]
     assert seen["opened"][0] < 64
     assert seen["opened"][1] == 24
-    assert seen["threads"] == "2"
 
 
 @pytest.mark.parametrize(

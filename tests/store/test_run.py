@@ -168,12 +168,14 @@ async def test_edited_code_may_retry_but_not_silently_resume(tmp_path: Path) -> 
         await fill(store, KEYS[1:])
         await store.finish()
     with (
-        pytest.raises(StoreError, match=r"(?s)different resolved inputs.*Changed: rollout. Restart.*--fresh.*--retry"),
-        RunStore.open(tmp_path, "r", inputs(rollout=EDITED), info()),
+        pytest.raises(
+            StoreError, match=r"(?s)different resolved inputs.*Changed: image, rollout. Restart.*--fresh.*--retry"
+        ),
+        RunStore.open(tmp_path, "r", inputs(rollout=EDITED, image="other"), info()),
     ):
         pass
-    with RunStore.open(tmp_path, "r", inputs(rollout=EDITED), info(), retry="failed") as store:
-        assert "rollout changed" in store.notes[0]
+    with RunStore.open(tmp_path, "r", inputs(rollout=EDITED, image="other"), info(), retry="failed") as store:
+        assert "image, rollout changed" in store.notes[0]
         await store.record(trial(0, 0), row())
         result = await store.finish()
     assert [entry.generation for entry in result.entries] == [2, 1, 1, 1, 1, 1]
@@ -181,7 +183,7 @@ async def test_edited_code_may_retry_but_not_silently_resume(tmp_path: Path) -> 
     assert manifest["inputs"]["rollout"]["source_digest"] == "two"
     assert manifest["harness"]["previous"][0]["inputs"]["rollout"]["source_digest"] == "one"
     build_eval_upload_plan(tmp_path / "r")
-    with RunStore.open(tmp_path, "r", inputs(rollout=EDITED), info()) as store:
+    with RunStore.open(tmp_path, "r", inputs(rollout=EDITED, image="other"), info()) as store:
         assert store.notes == []
 
 

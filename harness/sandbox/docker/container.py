@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,18 +16,6 @@ from harness.sandbox.labels import owner_of
 USER = 1000
 _MIB = 1024 * 1024
 _INODES_PER_MIB = 64
-
-_THREADS = (
-    "OMP_NUM_THREADS",
-    "OMP_THREAD_LIMIT",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NUMEXPR_MAX_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM",
-    "GOMAXPROCS",
-)
 
 
 def info(listed: Mapping[str, Any]) -> SandboxInfo:
@@ -64,18 +51,13 @@ def config(spec: SandboxSpec, command: list[str], volumes: Iterable[str], facts:
         engine's disk would have no limit and be one more thing to remove.
     """
     settings, resources = spec.settings, spec.settings.resources
-    threads = str(max(1, math.floor(resources.cpus)))
     return {
         "Image": spec.environment.handle,
         "Entrypoint": command,
         "Cmd": [],
         "User": f"{USER}:{USER}",
         "WorkingDir": "/",
-        "Env": [
-            *(f"{name}={'false' if name == 'TOKENIZERS_PARALLELISM' else threads}" for name in _THREADS),
-            f"HOME={ROOT}/home",
-            "LANG=C.UTF-8",
-        ],
+        "Env": [f"HOME={ROOT}/home", "LANG=C.UTF-8"],
         "Labels": labels(spec.owner, trial=spec.trial, attempt=spec.attempt, lease_s=spec.lease_s),
         "Healthcheck": {"Test": ["NONE"]},
         "StopSignal": "SIGKILL",  # as PID 1 the guest would sit out any other, and hold up an engine that shuts down
