@@ -280,6 +280,12 @@ async def test_a_folder_without_a_dockerfile_is_refused(provider: DockerProvider
         await provider.prepare(make_lock(project), SandboxSettings(image="./nothing"), quiet)
 
 
+async def test_a_name_that_is_none_is_refused(provider: DockerProvider, project: Path) -> None:
+    with pytest.raises(ImageError, match="no image's name") as caught:
+        await provider.prepare(make_lock(project), SandboxSettings(image="NOT valid!!"), quiet)
+    assert "folder with a Dockerfile" in caught.value.hint
+
+
 async def test_an_image_that_cannot_be_pulled_names_the_way_without_a_registry(
     provider: DockerProvider, project: Path
 ) -> None:

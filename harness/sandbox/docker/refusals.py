@@ -56,6 +56,9 @@ def of_call(what: str, status: int, text: str) -> SandboxError:
     if status == 404 and "no such image" in lowered:
         hint = "The image was removed meanwhile; run again to have it rebuilt."
         return ImageError(f"Could not {what}: {text}", hint=hint)
+    if "invalid reference format" in lowered:
+        hint = "An image is a name with a tag (`python:3.13-slim`) or a digest, or a folder with a Dockerfile."
+        return ImageError(f"Could not {what}: this is no image's name", hint=hint)
     if status == 404 and (not text or "no such container" in lowered):  # of attach there are no words
         return SandboxGone(f"Could not {what}: somebody removed it.")
     return SandboxError(f"Could not {what}: the engine answered {status}: {text}")
