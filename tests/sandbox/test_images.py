@@ -88,7 +88,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = anyio.run(tags_there)
     folder = tmp_path_factory.mktemp("cache")
     yield folder
-    anyio.run(remove, {record.read_text() for record in (folder / "docker" / "used").iterdir()} - before)
+    anyio.run(remove, {record.read_text() for record in (folder / "docker" / "used").glob("*")} - before)
 
 
 @pytest.fixture
