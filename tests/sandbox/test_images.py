@@ -254,6 +254,12 @@ async def test_a_build_whose_process_is_killed_leaves_nothing_and_the_next_one_b
             "it said 'broken here'",
             id="broken-python",
         ),
+        pytest.param(
+            f"FROM {DEFAULT_IMAGE}\nRUN printf '#!/bin/sh\\nexec yes\\n' > /usr/local/bin/python3"
+            " && chmod +x /usr/local/bin/python3\n",
+            "does not work",
+            id="says-too-much",
+        ),
         pytest.param(f"FROM {DEFAULT_IMAGE}\nRUN false\n", "returned a non-zero code: 1", id="build-fails"),
     ],
 )

@@ -164,7 +164,9 @@ async def _run(engine: Engine, image: str, command: list[str]) -> tuple[bytes, s
             await engine.start(id)
             with anyio.move_on_after(_PROBE_S):
                 async for chunk in stream:
-                    output = (output + chunk)[:_OUTPUT]
+                    output += chunk
+                    if len(output) > _OUTPUT:
+                        break
             return output, stream.last_words
     finally:
         with anyio.CancelScope(shield=True):
