@@ -27,7 +27,7 @@ from .resume import Resumable, ResumeError
 
 SANDBOX_UID = 1000
 HANDSHAKE_S = 10.0
-MAX_HANDSHAKES = 8
+MAX_HANDSHAKES = 64
 TAIL_BYTES = 8 * 1024
 ENDING_S = 2.0
 _READ = 256 * 1024
@@ -113,7 +113,8 @@ class Bridge:
         self._room = asyncio.Event()
         self._gone = asyncio.Event()
         """Set when the host has closed its connection in good order: it wants no more."""
-        self._handshakes = 0
+        self._handshakes: list[asyncio.StreamWriter] = []
+        """Connections that have not said yet who they are, the oldest first."""
         self._tail = bytearray()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -165,8 +166,7 @@ class Bridge:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if self._handshakes < MAX_HANDSHAKES:
-                await self._converse(reader, writer)
+            await self._converse(reader, writer)
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
             pass  # a connection that is of no use; the host dials another
         except websocket.WebSocketError as error:
@@ -180,7 +180,10 @@ class Bridge:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = websocket.Decoder()
-        self._handshakes += 1
+        self._handshakes.append(writer)
+        if len(self._handshakes) > MAX_HANDSHAKES:  # a rollout can dial this port, too: it must not fill it
+            self._handshakes[0].transport.abort()
+            del self._handshakes[0]
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 writer.write(websocket.accept(await reader.readuntil(b"\r\n\r\n")))
@@ -188,7 +191,8 @@ class Bridge:
                 while not messages:
                     messages = decoder.feed(await _some(reader))
         finally:
-            self._handshakes -= 1
+            if writer in self._handshakes:
+                self._handshakes.remove(writer)
         self._attach(messages.pop(0), writer)
         while True:
             for opcode, payload in messages:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ from harness.sandbox.daytona.stream import ResumingStream, Socket
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\nConnection: close\r\n\r\n" + b"x" * 60_000
+
+
+BUFFER = 32 * 1024
+"""The kernel's, for one connection and direction: less than may be under way."""
+
+
+def with_small_buffer(address: Any) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+    return made
 
 
 def free_port() -> int:
@@ -90,8 +100,8 @@ class Bridge:
                     with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
                         while True:
                             data = await source.receive()
-                            if self.silent:
-                                continue
+                            if self.silent:  # reads no more: what is sent piles up before it
+                                await anyio.sleep_forever()
                             await sink.send(data)
                             if self.budget >= 0:
                                 self.budget -= len(data)
@@ -118,11 +128,16 @@ async def running(lease_s: float = 30.0) -> AsyncIterator[tuple[Bridge, Resuming
     try:
         listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        async with listener, aiohttp.ClientSession() as web, anyio.create_task_group() as tasks:
+        listener.extra(anyio.abc.SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        connector = aiohttp.TCPConnector(socket_factory=with_small_buffer)
+        session = aiohttp.ClientSession(connector=connector, ws_response_class=Socket)
+        async with listener, session as web, anyio.create_task_group() as tasks:
             tasks.start_soon(listener.serve, bridge.proxy)
 
             async def dial(fresh: bool) -> Socket:
-                return await web.ws_connect(f"http://127.0.0.1:{port}/", compress=0, max_msg_size=1 << 17)
+                socket = await web.ws_connect(f"http://127.0.0.1:{port}/", compress=0, max_msg_size=1 << 17)
+                assert isinstance(socket, Socket)
+                return socket
 
             stream = ResumingStream(dial, lease_s)
             await stream.open(20)
@@ -186,7 +201,8 @@ async def test_cuts_anywhere_lose_nothing_and_repeat_nothing(budget: int) -> Non
     assert stream.dials > 3
 
 
-async def test_a_connection_that_fell_silent_is_replaced() -> None:
+@pytest.mark.parametrize("size", [1, 2_000_000])
+async def test_a_connection_that_fell_silent_is_replaced(size: int) -> None:
     async with running(lease_s=3) as (bridge, stream), talking(bridge, stream) as guest:
         await loaded(guest)
         bridge.silent = True
@@ -198,7 +214,7 @@ async def test_a_connection_that_fell_silent_is_replaced() -> None:
         before = stream.dials
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(heal)
-            probed = await guest.probe("/v1/x", {}, 20)
+            probed = await guest.probe("/v1/x", {"text": "y" * size}, 20)
         assert probed.status == 200
     assert stream.dials > before
     assert bridge.calls == 1
@@ -224,6 +240,16 @@ async def test_other_bytes_on_its_port_do_no_harm() -> None:
         async with talking(bridge, stream) as guest:
             await loaded(guest)
             assert (await guest.probe("/v1/x", {}, 20)).status == 200
+
+
+async def test_connections_that_say_nothing_do_not_keep_the_host_out() -> None:
+    async with running() as (bridge, stream), AsyncExitStack() as idle, talking(bridge, stream) as guest:
+        await loaded(guest)
+        for _ in range(100):
+            await idle.enter_async_context(await anyio.connect_tcp("127.0.0.1", bridge.port))
+        bridge.cut()
+        assert (await guest.probe("/v1/x", {}, 5)).status == 200
+    assert stream.dials > 1
 
 
 async def test_it_ends_when_its_host_does_not_come_back() -> None:

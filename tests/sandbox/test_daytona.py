@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from anyio.abc import ByteStream
 
 pytest.importorskip("daytona")
 from harness.channel import Guest
-from harness.errors import OutOfMemory, QuotaError, SandboxError, SandboxGone
+from harness.errors import OutOfMemory, ProviderUnavailable, QuotaError, SandboxError, SandboxGone
 from harness.sandbox.base import Environment, SandboxSettings, SandboxSpec
 from harness.sandbox.daytona import DaytonaProvider, limits, provider
 from harness.sandbox.daytona.sandbox import DaytonaSandbox
@@ -152,6 +153,25 @@ async def test_an_expired_token_is_replaced(here: tuple[DaytonaStandIn, DaytonaP
         await asks(guest)
 
 
+async def test_what_is_answered_inside_a_sandbox_sets_no_limits_and_leads_nowhere(
+    here: tuple[DaytonaStandIn, DaytonaProvider],
+) -> None:
+    service, daytona = here
+    away = Respond(302, headers={"Location": f"{service.url}/leak"})
+    shut = Respond(429, headers={"Retry-After-authenticated": "900", "X-RateLimit-Remaining-sandbox-create": "0"})
+    async with await daytona.create(spec()) as sandbox, conversation(sandbox) as guest:
+        for answer in (away, shut):
+            service.faults.add("PREVIEW *", answer)
+            service.faults.cut(sandbox.id)
+            await asks(guest)
+            service.faults.add("POST /toolbox/*/process/execute", answer)
+            with anyio.fail_after(30):
+                await sandbox.outcome()
+                async with await daytona.create(spec()):
+                    pass
+    assert not [request for request in service.requests if "leak" in request.path]
+
+
 async def test_a_half_open_connection_is_replaced(here: tuple[DaytonaStandIn, DaytonaProvider]) -> None:
     service, daytona = here
     async with await daytona.create(spec(lease_s=4)) as sandbox, conversation(sandbox, 4) as guest:
@@ -238,16 +258,49 @@ async def test_a_create_that_never_ends_is_deleted_and_can_be_tried_again(
     monkeypatch.setattr(provider, "REMOVE_S", 2.0)
     service.faults.add("POST /sandbox", Stuck())
     wanted = spec()
-    with pytest.raises(SandboxError) as failed:
-        await daytona.create(wanted)
-    assert failed.value.retryable
-    assert any(
-        "may still exist" in note for note in failed.value.__notes__
-    )  # the service deletes none that is creating
+    async with left_by_another(daytona) as (other, said):
+        with pytest.raises(SandboxError) as failed:
+            await other.create(wanted)
+        assert failed.value.retryable
+    assert f"{wanted.name} may still exist" in said[0]  # the service deletes none that is creating
     service.faults.release(wanted.name)
     [left] = service.sandboxes.values()
     await until(lambda: left.state == "started")
     await service.clock.advance(16 * 60)
+
+
+@asynccontextmanager
+async def left_by_another(daytona: DaytonaProvider) -> AsyncIterator[tuple[DaytonaProvider, list[str]]]:
+    """A provider of the same account, and what is said when it is left."""
+    said: list[str] = []
+    daytona.client.gate.say = said.append
+    async with DaytonaProvider() as other:
+        yield other, said
+
+
+async def test_a_cancelled_create_that_is_carried_out_late_is_named(
+    here: tuple[DaytonaStandIn, DaytonaProvider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, daytona = here
+    monkeypatch.setattr(provider, "LATE_S", 0.2)
+    service.faults.add("POST /sandbox", Delay(2.0))
+    wanted = spec()
+    async with left_by_another(daytona) as (other, said), anyio.create_task_group() as tasks:
+        tasks.start_soon(other.create, wanted)
+        await until(lambda: service.faults.left == 0)
+        tasks.cancel_scope.cancel()
+    assert wanted.name in said[0]
+    said.clear()
+    await until(lambda: bool(service.sandboxes))
+    await until(lambda: all(each.state == "started" for each in service.sandboxes.values()))
+    for info in await daytona.list():
+        await daytona.remove(info)
+    service.faults.add("POST /sandbox", too_many(retry_after=60))
+    async with left_by_another(daytona) as (other, said), anyio.create_task_group() as tasks:
+        tasks.start_soon(other.create, spec())
+        await until(lambda: bool(said))  # that it waits for the limit
+        tasks.cancel_scope.cancel()
+    assert len(said) == 1  # what was refused comes at no time
 
 
 async def test_a_cancelled_create_leaves_nothing(here: tuple[DaytonaStandIn, DaytonaProvider]) -> None:
@@ -321,6 +374,13 @@ async def test_no_call_is_made_that_the_headers_forbid(monkeypatch: pytest.Monke
         assert not [request for request in service.requests if request.status == 429]
 
 
+async def test_how_many_refusals_are_left_stops_no_call() -> None:
+    gate = limits.Gate()
+    gate.observe({"X-RateLimit-Remaining-failed-auth": "0", "X-RateLimit-Reset-failed-auth": "60"})
+    with anyio.fail_after(10):
+        await gate.call("authenticated", anyio.lowlevel.checkpoint)
+
+
 async def test_a_full_quota_shrinks_how_many_run_at_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     async with account(monkeypatch, quota=Quota(2, 100, 100)) as (service, daytona):
@@ -347,6 +407,37 @@ async def test_a_quota_that_others_use_up_is_one_clear_error(monkeypatch: pytest
             await daytona.create(spec())
         assert service.world.created == 0
         assert 1 < service.requests.count("POST /sandbox") < 8  # it waits between them, longer and longer
+
+
+async def test_waiting_for_the_limit_is_no_time_of_a_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "REMOVE_S", 1.0)
+    async with account(monkeypatch, rates={"sandbox-lifecycle": Rate(1, 3.0)}) as (service, daytona):
+        made = [await daytona.create(spec()) for _ in range(2)]
+        async with anyio.create_task_group() as tasks:
+            for sandbox in made:
+                tasks.start_soon(sandbox.destroy)
+        await settled(service)
+
+
+@pytest.mark.parametrize("healed", [True, False])
+async def test_what_could_not_be_deleted_is_tried_once_more_and_then_named(
+    here: tuple[DaytonaStandIn, DaytonaProvider], monkeypatch: pytest.MonkeyPatch, healed: bool
+) -> None:
+    service, daytona = here
+    monkeypatch.setattr(provider, "REMOVE_S", 1.0)
+    service.faults.add("DELETE /sandbox/*", Respond(401 if healed else 503), times=None)  # a key is revoked, or a fault
+    async with left_by_another(daytona) as (other, said):
+        sandbox = await other.create(spec())
+        with pytest.raises(SandboxError):
+            await sandbox.destroy()
+        if healed:
+            service.faults.clear()
+    service.faults.clear()
+    if not healed:
+        assert sandbox.name in said.pop()
+        [info] = await daytona.list()
+        await daytona.remove(info)
+    assert said == []
 
 
 @pytest.mark.parametrize("status", [404, 409, 500])
@@ -405,6 +496,6 @@ async def test_the_doctor_finds_nothing_wrong(here: tuple[DaytonaStandIn, Dayton
 
 async def test_an_unknown_snapshot_is_one_clear_error(here: tuple[DaytonaStandIn, DaytonaProvider]) -> None:
     service, daytona = here
-    with pytest.raises(SandboxError, match="harness-none"):
+    with pytest.raises(ProviderUnavailable, match="harness-none"):  # and so for every trial: the run stops
         await daytona.create(spec(environment=Environment(key="n", handle="harness-none", python=PYTHON)))
     assert service.requests.count("POST /sandbox") == 1

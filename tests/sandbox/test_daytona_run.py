@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +22,12 @@ import pytest
 pytest.importorskip("daytona")
 from daytona import CreateSnapshotParams, Image
 
+from harness.sandbox.base import Environment
 from harness.sandbox.daytona import DaytonaProvider
 from harness.sandbox.daytona.client import service_url
 from harness.sandbox.owner import this_process
 from tests.sandbox.test_daytona import account, settled, spec
+from tests.support.daytona import Respond, too_many
 from tests.support.policy import Reply, ScriptedPolicy, refused_url
 from tests.support.workspace import ROOT, Finished, Workspace
 
@@ -130,6 +134,8 @@ async def test_snapshots_are_listed_and_pruned_and_others_left_alone(monkeypatch
         assert size > 0
         pruned = await document("images", "prune", "--budget", str(size))
         assert [each["tag"] for each in pruned["removed"]] == ours[:1]
+        async with await daytona.create(spec(environment=Environment(key="", handle=ours[1], python="python3"))):
+            assert (await document("images", "prune", "--budget", "0"))["removed"] == []
         assert [each["tag"] for each in (await document("images", "prune", "--budget", "0"))["removed"]] == ours[1:]
         with anyio.fail_after(10):
             while len(left := (await daytona.client.sdk.snapshot.list()).items) > 3:
@@ -140,9 +146,11 @@ async def test_snapshots_are_listed_and_pruned_and_others_left_alone(monkeypatch
 async def test_dead_owners_sandboxes_are_listed_and_reaped_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with account(monkeypatch) as (standin, daytona):
         dead = this_process("dead").model_copy(update={"pid": 2**22 - 1, "started": "1"})
-        elsewhere = dead.model_copy(update={"host": "another-machine"})
+        elsewhere = dead.model_copy(update={"host": "another-machine", "boot_id": "another"})
         made = [await daytona.create(spec(owner=owner)) for owner in (dead, elsewhere, this_process("alive"))]
-        listed = {each["name"]: each["dead"] for each in (await document("sandboxes", "list"))["sandboxes"]}
+        done = await command("sandboxes", "list")
+        assert done.err == ""
+        listed = {each["name"]: each["dead"] for each in done.document["sandboxes"]}
         assert [listed[each.name] for each in made] == [True, False, False]
         reaped = await document("sandboxes", "reap")
         assert ([each["id"] for each in reaped["removed"]], reaped["problems"]) == ([made[0].id], [])
@@ -152,9 +160,25 @@ async def test_dead_owners_sandboxes_are_listed_and_reaped_and_no_others(monkeyp
         await settled(standin)
 
 
+async def test_a_limit_of_lists_is_waited_for_and_said_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = "from harness.sandbox.daytona import limits; limits.TELL_S = limits.JITTER_S = 0.1"
+    async with account(monkeypatch) as (standin, _):
+        standin.faults.add("GET /sandbox", too_many("sandbox-list", retry_after=1))
+        done = await command("sandboxes", "list", first=soon)
+        assert done.code == 0, done.err
+        assert "rate limit (sandbox-list) is used up; waiting 1 s" in done.err
+        until = formatdate(time.time() + 3600, usegmt=True)
+        standin.faults.add("GET /sandbox", Respond(429, headers={"Retry-After": until}))
+        done = await command("sandboxes", "list")
+        assert done.code == 2, done.err
+        assert "rate limit (sandbox-list) is used up for another 3" in done.document["error"]["message"]
+
+
 WRONG: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "no key": ({"DAYTONA_API_KEY": ""}, ("credentials not found", "set DAYTONA_API_KEY")),
     "wrong key": ({"DAYTONA_API_KEY": "dtn_wrong"}, ("does not accept the key", "set DAYTONA_API_KEY")),
+    "key and line end": ({"DAYTONA_API_KEY": "dtn_1\n"}, ("DAYTONA_API_KEY has white space", "without them")),
+    "no scheme": ({"DAYTONA_API_URL": "daytona.internal/api"}, ("DAYTONA_API_URL is no address", "https://")),
     "wrong organisation": (
         {"DAYTONA_API_KEY": "", "DAYTONA_JWT_TOKEN": "JWT", "DAYTONA_ORGANIZATION_ID": str(uuid.uuid4())},
         ("forbids it", "DAYTONA_ORGANIZATION_ID"),

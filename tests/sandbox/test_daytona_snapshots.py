@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("daytona")
 from obstore.store import S3Store
 
-from harness.errors import DependencyError, ImageError, QuotaError, SandboxError
+from harness.errors import DependencyError, ImageError, ProviderUnavailable, QuotaError, SandboxError
 from harness.models import Resources
 from harness.rollout.lock import Lock
 from harness.sandbox.base import SandboxSettings
@@ -68,7 +68,7 @@ async def test_an_environment_is_built_with_what_travels_and_activated_again_aft
     [made] = [each for each in service.snapshots.values() if each.name == environment.handle]
     assert (made.state, made.cpu, made.memory, made.disk) == ("active", 2, 2, 3)
     await service.clock.advance(15 * 24 * 3600)
-    with pytest.raises(ImageError, match="is inactive"):
+    with pytest.raises(ProviderUnavailable, match="is inactive"):  # a run stops: the next one activates it
         await daytona.create(spec(environment=environment))
     async with DaytonaProvider() as other, anyio.create_task_group() as tasks:
         for each in (daytona, other):
@@ -172,6 +172,11 @@ async def test_an_image_that_does_not_exist_is_an_image_error(monkeypatch: pytes
             await daytona.prepare(lock(tmp_path), SandboxSettings(image="nobody/has:this"), lambda _: None)
         with pytest.raises(ImageError, match="no Dockerfile"):
             await daytona.prepare(lock(tmp_path), SandboxSettings(image="./folder"), lambda _: None)
+        for wrong in ("a b:1", "python", "registry:5000/python", "python:"):
+            with pytest.raises(ImageError, match="no reference with a tag"):
+                await daytona.prepare(lock(tmp_path), SandboxSettings(image=wrong), lambda _: None)
+        for right in ("registry:5000/a/python:3.13", f"python@sha256:{'0' * 64}"):
+            await recipe.make(lock(tmp_path), right, print)
 
 
 def test_what_an_index_of_its_own_has_travels_and_the_rest_does_not(tmp_path: Path) -> None:

@@ -405,6 +405,8 @@ async def test_builds_that_fail(service: DaytonaStandIn) -> None:
         assert "pull access denied" in "".join(lines)
         with pytest.raises(sdk.DaytonaBadRequestError, match="must include a tag"):
             await daytona.snapshot.create(CreateSnapshotParams(name="untagged", image="python"))
+        with pytest.raises(sdk.DaytonaBadRequestError, match="whitespace"):
+            await daytona.snapshot.create(CreateSnapshotParams(name="spaced", image="a b:1"))
         for each in list(service.sandboxes):
             await (await daytona.get(each)).delete(wait=True)
 
@@ -414,7 +416,15 @@ def test_dockerfile_subset() -> None:
     assert (recipe.image, recipe.env, recipe.user) == ("a:1", {"A": "x y", "B": "z"}, "me")
     assert [step.argv[-1].split() for step in recipe.steps] == [["one", "two"]]
     assert (recipe.entrypoint, recipe.cmd) == (["/bin/sh", "-c", "e"], [])
-    for text in ("", "RUN x", "FROM a\nCOPY .", "FROM a\nCOPY --from=b . .", "FROM a\nFETCH x", "FROM a\nRUN"):
+    for text in (
+        "",
+        "RUN x",
+        "FROM a b:1",
+        "FROM a\nCOPY .",
+        "FROM a\nCOPY --from=b . .",
+        "FROM a\nFETCH x",
+        "FROM a\nRUN",
+    ):
         with pytest.raises(DockerfileError):
             parse(text)
 
@@ -636,7 +646,8 @@ async def test_preview_goes_idle() -> None:
 
 
 async def test_rate_limit_headers() -> None:
-    rates = {"authenticated": Rate(100), "sandbox-create": Rate(1), "sandbox-lifecycle": Rate(1)}
+    rates = {"authenticated": Rate(100), "failed-auth": Rate(1)}
+    rates |= dict.fromkeys(("sandbox-create", "sandbox-lifecycle", "sandbox-list"), Rate(1))
     async with DaytonaStandIn(rates=rates) as service, client(service) as daytona:
         sandbox = await daytona.create()
         with pytest.raises(sdk.DaytonaRateLimitError) as caught:
@@ -651,6 +662,13 @@ async def test_rate_limit_headers() -> None:
         with pytest.raises(sdk.DaytonaRateLimitError) as caught:
             await sandbox.delete()
         assert any(name.lower() == "retry-after-sandbox-lifecycle" for name in caught.value.headers)
+        for status in (200, 429):
+            assert (await send(service, "GET", "/sandbox"))[0] == status
+        async with aiohttp.ClientSession() as nobody:
+            for status in (401, 429):
+                async with nobody.get(f"{service.url}/sandbox") as answer:
+                    assert answer.status == status
+                    assert answer.headers["X-RateLimit-Remaining-failed-auth"] == "0"
         assert len(service.sandboxes) == 2
 
 
@@ -692,6 +710,12 @@ async def test_faults_of_requests(service: DaytonaStandIn, daytona: AsyncDaytona
     service.faults.add("POST /sandbox", SlowStart(0.5))
     with anyio.fail_after(5):
         await daytona.create(CreateSandboxFromSnapshotParams(name="slow"))
+    service.faults.add("POST /sandbox", Delay(0.6))  # is carried out, though nobody waits for it any more
+    with pytest.raises(TimeoutError), anyio.fail_after(0.3):
+        await daytona.create(CreateSandboxFromSnapshotParams(name="late"))
+    with anyio.fail_after(5):
+        while "late" not in {each.name for each in service.sandboxes.values()}:
+            await anyio.sleep(0.05)
     service.faults.add("* /toolbox/*/process/execute", Delay(2))
     with pytest.raises(TimeoutError), anyio.fail_after(0.5):
         await stuck.process.exec("true")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
 import aiohttp
@@ -16,6 +17,7 @@ from daytona import AsyncDaytona, AsyncSandbox, DaytonaConfig
 from daytona.common import errors as sdk
 from daytona_api_client_async.exceptions import ApiException
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from yarl import URL
 
 from harness.errors import ImageError, ProviderUnavailable, QuotaError, SandboxError, SandboxGone
 from harness.guest import websocket
@@ -43,10 +45,11 @@ class ServiceFailed(SandboxError):
 class Client:
     """The SDK's client and a WebSocket client, made from the environment.
 
-    :raises ProviderUnavailable: there is no key, or the SDK is not one that this was written for.
+    :raises ProviderUnavailable: there is no key or no address, or the SDK is not one that this was written for.
     """
 
     def __init__(self) -> None:
+        _check_environment()
         config = DaytonaConfig(api_url=service_url(), connection_pool_maxsize=None, use_deprecated_polling=True)
         try:
             with warnings.catch_warnings():
@@ -58,13 +61,14 @@ class Client:
             raise ProviderUnavailable(f"Daytona: {error.message.partition('. ')[0]}", hint=KEY_HINT) from error
         # All clients of this process that have the same credentials share the organisation's limits.
         self.gate = _GATES.setdefault((service_url(), os.environ.get("DAYTONA_API_KEY", "")), Gate())
-        trace = aiohttp.TraceConfig()
-        trace.on_request_end.append(self._observe)
+        self._api = URL(service_url())
         self.web = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
             trust_env=bool(getproxies_environment()),
             timeout=aiohttp.ClientTimeout(total=LONGEST_S, sock_connect=CONNECT_S),
-            trace_configs=[trace],
+            middlewares=[self._guard],
+            cookie_jar=aiohttp.DummyCookieJar(),
+            ws_response_class=Socket,
         )
         self._lend(self.web)
 
@@ -88,8 +92,16 @@ class Client:
                 hint="Install the one that it was tested with: `pip install 'rollout-harness[daytona]'`.",
             )
 
-    async def _observe(self, _: object, __: object, ended: aiohttp.TraceRequestEndParams) -> None:
-        self.gate.observe(ended.response.headers)
+    async def _guard(self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        """Take the limits from the service's own answers. A preview's or a toolbox's may be written inside a sandbox:
+        it sets no limits, and leads this machine nowhere else."""
+        response = await send(request)
+        if request.url.origin() == self._api.origin() and request.url.path.startswith(f"{self._api.path.rstrip('/')}/"):
+            self.gate.observe(response.headers)
+        elif 300 <= response.status < 400:
+            response.close()
+            raise Refused(f"{response.status} from inside a sandbox")
+        return response
 
     async def aclose(self) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(10):
@@ -97,11 +109,18 @@ class Client:
             await self.web.close()
 
     async def call[T](
-        self, send: Callable[[], Awaitable[T]], what: str, *, kind: Kind = "authenticated", attempts: int = 4
+        self,
+        send: Callable[[], Awaitable[T]],
+        what: str,
+        *,
+        kind: Kind = "authenticated",
+        attempts: int = 4,
+        outside: anyio.CancelScope | None = None,
     ) -> T:
         """Make a call that may be made twice: when it may be made, with a deadline, again after what is transient.
 
         :param what: what is tried, as the start of a sentence: "cannot create sandbox x".
+        :param outside: a scope whose deadline is put off by what is waited for the rate limit.
         :raises SandboxError: ``SandboxGone`` where there is no such thing (any more).
         """
 
@@ -117,7 +136,7 @@ class Client:
             reraise=True,
         )
         try:
-            return await tries(self.gate.call, kind, bounded)
+            return await tries(self.gate.call, kind, bounded, outside)
         except FAILURES as error:
             raise translate(error, what) from error
 
@@ -146,7 +165,7 @@ class Client:
     async def _dial(self, link: Any) -> Socket:
         headers = {"X-Daytona-Preview-Token": link.token or "", "X-Daytona-Skip-Preview-Warning": "true"}
         try:
-            return await self.web.ws_connect(
+            socket = await self.web.ws_connect(
                 link.url,
                 headers=headers,
                 max_msg_size=websocket.MAX_MESSAGE,
@@ -159,6 +178,8 @@ class Client:
             if error.status < 500:
                 raise Refused(f"{error.status} {error.message}") from error
             raise
+        assert isinstance(socket, Socket)  # the session makes no others
+        return socket
 
 
 def translate(error: Exception, what: str) -> SandboxError:
@@ -196,6 +217,18 @@ def is_transient(error: Exception) -> bool:
     """Whether it is not known if the call was carried out, or another one can go well."""
     status = error.status if isinstance(error, ApiException) else getattr(error, "status_code", None)
     return isinstance(error, _TRANSIENT) or status in _TRANSIENT_STATUS
+
+
+def _check_environment() -> None:
+    """What the SDK would only stumble over."""
+    url = urlsplit(service_url())
+    if url.scheme not in ("http", "https") or not url.hostname:
+        text = f"DAYTONA_API_URL is no address: {service_url()!r}"
+        raise ProviderUnavailable(text, hint="It begins with https://, as https://app.daytona.io/api.")
+    for name in ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN", "DAYTONA_ORGANIZATION_ID"):
+        if not re.fullmatch("[!-~]*", os.environ.get(name, "")):
+            text = f"{name} has white space in it, or letters that no key has."
+            raise ProviderUnavailable(text, hint="Set it again, without them.")
 
 
 def service_url() -> str:

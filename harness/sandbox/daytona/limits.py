@@ -7,6 +7,7 @@ it. Sandboxes are limited by quotas, which no header tells: the first refusal sa
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import re
@@ -14,14 +15,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Literal
 
 import anyio
+from anyio import CancelScope
 from daytona.common.errors import DaytonaError, DaytonaRateLimitError
 
-Kind = Literal["sandbox-create", "sandbox-lifecycle", "authenticated"]
+from harness.errors import QuotaError
+
+Kind = Literal["sandbox-create", "sandbox-lifecycle", "sandbox-list", "authenticated"]
 WINDOW_S = 60.0
-MAX_HOLD_S = 900.0
+PATIENCE_S = 600.0
+"""How long a call waits at most until it may be made."""
 JITTER_S = 1.0
 TELL_S = 5.0
 QUOTA_RETRY_S, QUOTA_RETRY_MAX_S = 0.25, 60.0
@@ -29,6 +35,8 @@ QUOTA_ALONE_S = 60.0
 """How long to wait for room when no sandbox of this process is there that could make some."""
 _HEADER = re.compile(r"(retry-after|x-ratelimit-limit|x-ratelimit-remaining|x-ratelimit-reset)-?(.*)")
 _OF_ONE_KIND = ("sandbox-create", "sandbox-lifecycle", "sandbox-list")
+_FAILED = "failed-auth"
+"""Counts what was refused only: that it is used up concerns every call, how much is left none."""
 _QUOTA_WORDS = ("limit exceeded", "limit reached", "quota", "insufficient", "no available runners")
 
 
@@ -50,10 +58,10 @@ class _Window:
 
 
 class Gate:
-    """:param say: takes a line for the user when everyone has to wait, or when there will be fewer sandboxes."""
-
-    def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
-        self.say = say
+    def __init__(self) -> None:
+        self.say: Callable[[str], None] = logging.getLogger(__name__).warning
+        """Takes a line that the user must not miss, whatever else is printed: that everyone has to wait, that there
+        will be fewer sandboxes, that some may be left."""
         self.existing = 0
         """Sandboxes of this process."""
         self._trying = 0
@@ -75,39 +83,44 @@ class Gate:
         for name, value in headers.items():
             if known := _HEADER.fullmatch(name.lower()):
                 with suppress(ValueError):
-                    seconds = float(value) if float(value) < 1e9 else float(value) - time.time()  # or a Unix time
-                    found.setdefault(known[2], {})[known[1].removeprefix("x-ratelimit-")] = max(0.0, seconds)
+                    found.setdefault(known[2], {})[known[1].removeprefix("x-ratelimit-")] = _number(value)
         for throttler, said in found.items():
             window = self._windows.setdefault(throttler, _Window())
             window.limit = said.get("limit", window.limit)
             if "retry-after" in said:
-                window.opens = max(window.opens, now + min(said["retry-after"], MAX_HOLD_S))
-            if "remaining" in said:
+                window.opens = max(window.opens, now + said["retry-after"])
+            if "remaining" in said and throttler != _FAILED:
                 left = said["remaining"]
                 # Answers overtake each other, and calls that are under way are counted here but not yet there.
                 window.left = min(window.left, left) if now < window.ends else left
-                window.ends = now + min(said.get("reset", WINDOW_S), MAX_HOLD_S)
+                window.ends = now + said.get("reset", WINDOW_S)
 
-    async def call[T](self, kind: Kind, send: Callable[[], Awaitable[T]]) -> T:
+    async def call[T](self, kind: Kind, send: Callable[[], Awaitable[T]], outside: CancelScope | None = None) -> T:
         """Make a call as soon as it may be made; again when the service says that it was too early.
 
-        The caller sets the deadline.
+        :param outside: a scope whose deadline is put off by what is waited here.
+        :raises QuotaError: it may not be made within ``PATIENCE_S``.
         """
-        attempt = 0
+        attempt, unexplained = 0, 0.0
+        deadline = time.monotonic() + PATIENCE_S
         while True:
-            while (delay := self._delay(kind)) > 0:
+            while (delay := max(self._delay(kind), unexplained)) > 0:
+                limit, unexplained = f"Daytona's rate limit ({kind}) is used up", 0.0
+                if time.monotonic() + delay > deadline:
+                    raise QuotaError(f"{limit} for another {delay:.0f} s", hint="Try again then.")
                 if delay > TELL_S:
-                    self._tell(kind, f"Daytona's rate limit ({kind}) is used up; waiting {delay:.0f} s", delay)
-                await anyio.sleep(delay + random.uniform(0, JITTER_S))
+                    self._tell(kind, f"{limit}; waiting {delay:.0f} s", delay)
+                delay += random.uniform(0, JITTER_S)
+                if outside is not None:
+                    outside.deadline += delay
+                await anyio.sleep(delay)
             for window in self._of(kind):
                 window.left -= 1
             try:
                 return await send()
-            except DaytonaRateLimitError as error:
-                self.observe(error.headers)
-                if not self._delay(kind):  # it did not say for how long
-                    window = self._windows.setdefault(kind, _Window())
-                    window.opens = time.monotonic() + min(2.0**attempt, WINDOW_S)
+            except DaytonaRateLimitError:
+                # The client has observed the answer, if the service itself gave it.
+                unexplained = min(2.0**attempt, WINDOW_S)
                 attempt += 1
 
     def _of(self, kind: Kind) -> list[_Window]:
@@ -181,3 +194,12 @@ class Gate:
         if now >= self._told.get(what, 0.0):
             self._told[what] = now + every_s
             self.say(line)
+
+
+def _number(value: str) -> float:
+    """A header's number, or the seconds until the time that it names. Raises ``ValueError`` when it is neither."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = parsedate_to_datetime(value).timestamp()
+    return max(0.0, number if number < 1e9 else number - time.time())

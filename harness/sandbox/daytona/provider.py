@@ -5,6 +5,7 @@ Nothing in a sandbox can reach the network: organisations on lower tiers could n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -16,7 +17,7 @@ from daytona import AsyncSandbox, CreateSandboxFromSnapshotParams, ListSandboxes
 from daytona.common import errors as sdk
 
 from harness.background import Background
-from harness.errors import QuotaError, SandboxError, SandboxGone
+from harness.errors import ImageError, ProviderUnavailable, SandboxError, SandboxGone
 from harness.rollout.lock import Lock
 from harness.sandbox.base import (
     Capabilities,
@@ -48,6 +49,10 @@ ADMISSION_S = 1800.0
 REMOVE_S = 30.0
 LATE_S = 5.0
 TRIES = 3
+LEFT_HINT = (
+    "`harness sandboxes reap --sandbox daytona` removes it; Daytona itself stops and deletes what nobody has used for "
+    f"{AUTO_STOP_MIN} minutes."
+)
 
 
 class DaytonaProvider(Provider):
@@ -61,7 +66,10 @@ class DaytonaProvider(Provider):
     def __init__(self, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s
         self._connected: Client | None = None
+        self._made: dict[str, AsyncSandbox | None] = {}
+        """By name, what may exist: from the create call to the end of the delete call. Null: not answered."""
         self._alive: dict[str, AsyncSandbox] = {}
+        """Those of them that are wanted."""
 
     async def __aenter__(self) -> Self:
         self._background = Background()
@@ -73,6 +81,7 @@ class DaytonaProvider(Provider):
     ) -> None:
         try:
             await self._background.__aexit__(kind, error, trace)
+            await self._remove_rest()
         finally:
             client, self._connected = self._connected, None
             if client is not None:
@@ -89,15 +98,15 @@ class DaytonaProvider(Provider):
         return await snapshots.stored(self.client)
 
     async def prune(self, budget: int, progress: Progress) -> list[StoredImage]:
-        return await snapshots.prune(self.client, budget, progress)
+        used = {each.snapshot for each in await self._sandboxes()}
+        return await snapshots.prune(self.client, budget, used, progress)
 
     async def doctor(self) -> list[Finding]:
         where = urlsplit(service_url()).netloc
 
         async def ask() -> None:
-            query = ListSandboxesQuery(labels=MARK, limit=1)
-            async for _ in self.client.sdk.list(query, request_timeout=CALL_S / 4):
-                break
+            with anyio.fail_after(CALL_S / 4):
+                await self.client.sdk.snapshot.list(page=1, limit=1)
 
         try:
             await self.client.call(ask, f"{where} cannot be reached", attempts=1)
@@ -107,25 +116,18 @@ class DaytonaProvider(Provider):
         return [Finding(check="daytona service", ok=True, detail=f"the key is accepted by {where}")]
 
     async def prepare(self, lock: Lock, settings: SandboxSettings, progress: Progress) -> Environment:
-        self.client.gate.say = progress
         return await snapshots.ensure(self.client, lock, settings, progress)
 
     async def create(self, spec: SandboxSpec) -> DaytonaSandbox:
-        remote: AsyncSandbox | None = None
         try:
             remote = await self._make(spec)
             self.client.gate.accepted()
-            self._alive[remote.id] = remote
-            return await start_guest(self.client, remote, spec, partial(self._remove, spec.name, remote))
+            self._made[spec.name] = self._alive[spec.name] = remote
+            return await start_guest(self.client, remote, spec, partial(self._remove, spec.name))
         except BaseException as error:
-            # A refusal leaves nothing behind; what was not answered, or was cancelled, may.
-            refused = isinstance(error, QuotaError) or (isinstance(error, SandboxError) and not error.retryable)
-            with anyio.CancelScope(shield=True):
-                try:
-                    if remote is not None or not refused:
-                        await self._remove(spec.name, remote)
-                except SandboxError as leftover:
-                    error.add_note(f"Sandbox {spec.name} may still exist: {leftover.message}")
+            if spec.name in self._made:
+                with anyio.CancelScope(shield=True), suppress(SandboxError):  # it is tried again, and told, at the end
+                    await self._remove(spec.name, patient=isinstance(error, Exception))
             raise
 
     async def _make(self, spec: SandboxSpec) -> AsyncSandbox:
@@ -140,13 +142,23 @@ class DaytonaProvider(Provider):
             auto_delete_interval=0,
             ttl_minutes=TTL_MIN,
         )
+
+        async def send() -> AsyncSandbox:
+            before = spec.name in self._made
+            self._made.setdefault(spec.name)
+            try:
+                return await self.client.sdk.create(params, timeout=CREATE_S)
+            except sdk.DaytonaError as error:
+                if _refused(error) and not before:
+                    del self._made[spec.name]
+                raise
+
         alone_until = anyio.current_time() + QUOTA_ALONE_S
         tries = 0
         with anyio.move_on_after(ADMISSION_S):
             while True:
                 async with gate.attempt():
                     try:
-                        send = partial(self.client.sdk.create, params, timeout=CREATE_S)
                         return await gate.call("sandbox-create", send)
                     except sdk.DaytonaError as error:
                         failure = error
@@ -156,25 +168,25 @@ class DaytonaProvider(Provider):
                             break
                     else:
                         tries += 1
-                        # After a conflict an earlier call of ours was carried out; after the rest it may have been.
-                        unknown = failure.status_code is None or is_transient(failure)
-                        if not unknown and not isinstance(failure, sdk.DaytonaConflictError):
+                        if _refused(failure):
                             break
                         if (found := await self._find(spec.name, LATE_S)) is not None:
                             return await self._adopt(found, what)
                         if tries >= TRIES:
                             break
-            raise translate(failure, what) from failure
+            told = translate(failure, what)
+            if isinstance(told, ImageError):  # so it is for every other one
+                raise ProviderUnavailable(told.message, hint=told.hint) from failure
+            raise told from failure
         raise ServiceFailed(f"{what}: there was no room for it within {ADMISSION_S / 60:.0f} minutes")
 
-    async def _find(self, name: str, late_s: float) -> AsyncSandbox | None:
+    async def _find(self, name: str, late_s: float, outside: anyio.CancelScope | None = None) -> AsyncSandbox | None:
         """A sandbox that is there, or comes into being within ``late_s``, as one whose create was not answered may."""
         deadline = anyio.current_time() + late_s
         while True:
             with suppress(SandboxGone):
-                found = await self.client.call(
-                    lambda: self.client.sdk.get(name, request_timeout=CALL_S / 4), f"cannot look for sandbox {name}"
-                )
+                look = partial(self.client.sdk.get, name, request_timeout=CALL_S / 4)
+                found = await self.client.call(look, f"cannot look for sandbox {name}", outside=outside)
                 return None if state_of(found) in GONE else found
             if anyio.current_time() >= deadline:
                 return None
@@ -188,34 +200,51 @@ class DaytonaProvider(Provider):
             raise failure if failure.retryable else SandboxGone(failure.message) from error
         return found
 
-    async def _remove(self, name: str, remote: AsyncSandbox | None) -> None:
-        """Have a sandbox of this process deleted, whether its create call was answered or not."""
-        known = remote is not None and self._alive.pop(remote.id, None) is not None  # no more heartbeats, come what may
+    async def _remove(self, name: str, *, patient: bool = True) -> None:
+        """Have a sandbox of this process deleted, whether its create call was answered or not.
+
+        :param patient: whether its create call was waited for; else it may be carried out later still.
+        """
+        known = self._alive.pop(name, None) is not None  # no more heartbeats, come what may
         try:
-            await self._delete(name, remote, 0.0 if remote else LATE_S)
+            remote = self._made.get(name)
+            if await self._delete(name, remote, 0.0 if remote else LATE_S) or patient:
+                self._made.pop(name, None)
         finally:
             if known:
                 self.client.gate.release()
 
-    async def _delete(self, name: str, remote: AsyncSandbox | None, late_s: float) -> None:
-        with anyio.move_on_after(REMOVE_S):
+    async def _remove_rest(self) -> None:
+        """Try once more what could not be deleted in its time; say what may exist even then."""
+
+        async def again(name: str) -> None:
+            with suppress(SandboxError):
+                await self._remove(name, patient=False)
+
+        with anyio.move_on_after(REMOVE_S, shield=True):
+            async with anyio.create_task_group() as tasks:
+                for name in self._made.keys() - self._alive.keys():
+                    tasks.start_soon(again, name)
+        if left := self._made.keys() - self._alive.keys():
+            self.client.gate.say(f"Daytona: {', '.join(sorted(left))} may still exist, or come late. {LEFT_HINT}")
+
+    async def _delete(self, name: str, remote: AsyncSandbox | None, late_s: float) -> bool:
+        """Returns whether there was one. What is waited for the rate limit does not count as its time."""
+        with anyio.move_on_after(REMOVE_S) as own:
             while True:
                 try:
-                    remote = remote or await self._find(name, late_s)
+                    remote = remote or await self._find(name, late_s, own)
                     if remote is not None:
                         delete = partial(remote.delete, timeout=REMOVE_S)
                         what = f"cannot delete sandbox {name}"
-                        await self.client.call(delete, what, kind="sandbox-lifecycle", attempts=1)
-                    return
+                        await self.client.call(delete, what, kind="sandbox-lifecycle", attempts=1, outside=own)
+                    return remote is not None
                 except SandboxGone:
-                    return
+                    return True
                 except ServiceFailed:  # it is just starting, or being deleted already, or nobody knows
                     remote = None
                 await anyio.sleep(0.5)
-        raise SandboxError(
-            f"sandbox {name} was not deleted within {REMOVE_S:.0f} s",
-            hint=f"It is stopped and deleted by Daytona itself when nobody has used it for {AUTO_STOP_MIN} minutes.",
-        )
+        raise SandboxError(f"sandbox {name} was not deleted within {REMOVE_S:.0f} s", hint=LEFT_HINT)
 
     async def _beat(self) -> None:
         """Tell the service that sandboxes are still wanted: a model that thinks for long is no activity to it."""
@@ -238,10 +267,14 @@ class DaytonaProvider(Provider):
                 for remote in self._alive.values():
                     tasks.start_soon(refresh, remote)
 
-    async def list(self) -> list[SandboxInfo]:
-        async def ask() -> list[AsyncSandbox]:
+    async def _sandboxes(self) -> Sequence[AsyncSandbox]:
+        async def ask() -> Sequence[AsyncSandbox]:
             return [each async for each in self.client.sdk.list(ListSandboxesQuery(labels=MARK))]
 
+        found = await self.client.call(ask, "cannot list the sandboxes", kind="sandbox-list")
+        return [each for each in found if state_of(each) not in GONE]
+
+    async def list(self) -> list[SandboxInfo]:
         return [
             SandboxInfo(
                 id=each.id,
@@ -251,10 +284,17 @@ class DaytonaProvider(Provider):
                 owner=owner_of(each.labels),
                 labels={key: value for key, value in each.labels.items() if key.startswith(PREFIX)},
             )
-            for each in await self.client.call(ask, "cannot list the sandboxes")
-            if state_of(each) not in GONE
+            for each in await self._sandboxes()
         ]
 
     async def remove(self, info: SandboxInfo) -> None:
         with anyio.CancelScope(shield=True):
             await self._delete(info.name, None, 0.0)
+
+
+def _refused(error: sdk.DaytonaError) -> bool:
+    """Whether a create call certainly made nothing. After a conflict an earlier one was carried out."""
+    if is_quota(error) or isinstance(error, sdk.DaytonaRateLimitError):
+        return True
+    unknown = error.status_code is None or is_transient(error)
+    return not unknown and not isinstance(error, sdk.DaytonaConflictError)

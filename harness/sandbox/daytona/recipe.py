@@ -39,6 +39,8 @@ _WORK = "/opt/harness/build"
 _PLATFORM = "x86_64-manylinux_2_28"
 _ENTRY = re.compile(r"^[^\s#](?:.*\\\n)*.*", re.MULTILINE)
 """A requirement with its continued lines."""
+_REFERENCE = re.compile(r"[\w./:-]*[\w./-](:[\w.-]+|@sha256:[0-9a-f]{64})")
+"""A tag stands after the last slash; before it there may be a registry's port."""
 _FROM_ELSEWHERE = re.compile(r" @ |^[./]|^file:")
 _LOCAL_ADD = re.compile(r"^[ \t]*ADD[ \t]+(?:--\S+[ \t]+)*(?!https?://|git@|--)\S.*", re.IGNORECASE | re.MULTILINE)
 
@@ -55,6 +57,8 @@ async def make(lock: Lock, image: str, progress: Progress) -> tuple[Image, str]:
     folder = lock.project / image
     if image and (image.startswith((".", "/")) or await anyio.to_thread.run_sync(folder.is_dir)):
         base, files = await anyio.to_thread.run_sync(_own, folder)
+    elif image and not _REFERENCE.fullmatch(image):
+        raise ImageError(f"The image setting {image!r} is no reference with a tag.", hint="Name one, as my/base:1.2.")
     here, elsewhere = split(lock)
     packed, native = await _travelling(lock, elsewhere, python, progress) if elsewhere else (b"", False)
     needed = lock.requires_python

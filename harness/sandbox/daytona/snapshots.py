@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Set
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -152,13 +153,18 @@ async def stored(client: Client) -> list[StoredImage]:
     return sorted(found, key=lambda each: each.used_at)
 
 
-async def prune(client: Client, budget: int, progress: Progress) -> list[StoredImage]:
-    """Remove the least recently used of our snapshots until the rest takes at most ``budget`` bytes; says which."""
+async def prune(client: Client, budget: int, used: Set[str | None], progress: Progress) -> list[StoredImage]:
+    """Remove the least recently used of our snapshots until the rest takes at most ``budget`` bytes; says which.
+
+    :param used: names or ids of those that stay.
+    """
     found, removed = await stored(client), []
     total = sum(each.size for each in found)
     for each in found:
         if total <= budget:
             break
+        if used & {each.tag, each.id}:
+            continue
         with suppress(SandboxGone):
             await client.call(partial(client.sdk.snapshot.delete, each.id), f"cannot remove snapshot {each.tag}")
         progress(f"removed snapshot {each.tag} ({each.size / 1e6:.0f} MB)")

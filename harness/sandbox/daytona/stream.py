@@ -6,6 +6,7 @@ was lost, which the channel does as long as it is open.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -22,7 +23,7 @@ from anyio.abc import ByteStream
 
 from harness.errors import ProtocolError
 from harness.guest import websocket
-from harness.guest.resume import Resumable, ResumeError
+from harness.guest.resume import WINDOW, Resumable, ResumeError
 
 KEEP_ALIVE_S = 10.0
 DEAD_AFTER = 2.5
@@ -31,13 +32,23 @@ CLOSE_S = 0.5
 DIAL_S = 15.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 5.0
 
-Socket = aiohttp.ClientWebSocketResponse
+
+class Socket(aiohttp.ClientWebSocketResponse):
+    """A connection on which writing never waits, as nobody would then notice that it is dead: what is under way is
+    bounded by the stream's window. Made by a session whose ``ws_response_class`` it is."""
+
+    def __init__(self, reader: Any, writer: Any, *rest: Any, **more: Any) -> None:
+        super().__init__(reader, writer, *rest, **more)
+        self.transport: asyncio.WriteTransport = writer.transport
+        self.transport.set_write_buffer_limits(high=4 * WINDOW)
+
+
 Dial = Callable[[bool], Awaitable[Socket]]
 """Makes a connection; with a fresh link and token when told that the last ones were refused."""
 
 
-class Refused(Exception):
-    """Raised by a ``Dial`` whose link or token is no longer good."""
+class Refused(aiohttp.ClientError):
+    """Raised by a ``Dial`` whose link or token is no longer good, or leads elsewhere."""
 
 
 class NobodyThere(Exception):
@@ -214,6 +225,7 @@ class ResumingStream(ByteStream):
 async def _close(socket: Socket) -> None:
     with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_S):
         await socket.close()
+    socket.transport.abort()  # what a dead connection still has to send would keep it open
 
 
 def _last_words(data: bytes) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def throttlers(method: str, path: str) -> tuple[str, ...]:
     """Which of the service's counters a request counts for."""
     if method == "POST" and path == "/sandbox":
         return "authenticated", "sandbox-create"
+    if method == "GET" and path == "/sandbox":
+        return "authenticated", "sandbox-list"
     if path.startswith("/sandbox/") and (
         method == "DELETE" or path.endswith(("/start", "/stop", "/archive", "/recover"))
     ):
@@ -261,9 +263,11 @@ class Api:
             "maintananceMode": False,
             "environment": "test",
             "rateLimit": {
+                "failedAuth": rate("failed-auth"),
                 "authenticated": rate("authenticated"),
                 "sandboxCreate": rate("sandbox-create"),
                 "sandboxLifecycle": rate("sandbox-lifecycle"),
+                "sandboxList": rate("sandbox-list"),
             },
         })  # fmt: skip
 

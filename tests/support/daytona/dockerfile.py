@@ -66,6 +66,8 @@ def parse(text: str) -> Recipe:
             case "FROM":
                 if recipe.image:
                     raise DockerfileError("the stand-in builds a single stage")
+                if not re.fullmatch(r"\S+( AS \S+)?", rest, re.IGNORECASE):
+                    raise DockerfileError("dockerfile parse error: FROM requires either one or three arguments")
                 recipe.image = rest.split()[0]
             case "RUN":
                 environment = {**arguments, **recipe.env}

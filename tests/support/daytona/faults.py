@@ -92,6 +92,11 @@ class Faults:
     def clear(self) -> None:
         self._rules.clear()
 
+    @property
+    def left(self) -> int:
+        """How many requests the rules that have a number still wait for."""
+        return sum(rule.left or 0 for rule in self._rules)
+
     def take(self, method: str, path: str) -> list[Action]:
         taken = []
         for rule in self._rules:

@@ -162,8 +162,8 @@ class PreviewProxy:
                         while True:
                             data = await source.receive()
                             active = self._world.clock.now()
-                            if link.silent:
-                                continue
+                            if link.silent:  # nothing more is read: what is sent here piles up there
+                                await anyio.sleep_forever()
                             await sink.send(data)
                             if self._counts_as_activity:
                                 sandbox.active_at = active

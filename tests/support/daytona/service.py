@@ -8,9 +8,10 @@ import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import anyio
 import anyio.abc
@@ -30,13 +31,15 @@ from .storage import Storage
 from .toolbox import Toolbox
 from .world import World
 
-TIERS: Mapping[int, tuple[Quota, tuple[int, int, int]]] = {
-    1: (Quota(10, 10, 30), (10_000, 300, 10_000)),
-    2: (Quota(100, 200, 300), (20_000, 400, 20_000)),
-    3: (Quota(250, 500, 2000), (40_000, 500, 40_000)),
-    4: (Quota(500, 1000, 5000), (50_000, 600, 50_000)),
+TIERS: Mapping[int, tuple[Quota, tuple[int, int]]] = {
+    1: (Quota(10, 10, 30), (10_000, 300)),
+    2: (Quota(100, 200, 300), (20_000, 400)),
+    3: (Quota(250, 500, 2000), (40_000, 500)),
+    4: (Quota(500, 1000, 5000), (50_000, 600)),
 }
-"""Per tier: the quota, and requests a minute of authenticated, sandbox-create, sandbox-lifecycle."""
+"""Per tier: the quota, and requests a minute, in general and of creates."""
+FAILED_AUTH = 100
+"""Refused requests a minute; a guess."""
 SWEEP_S = 0.5
 _log = logging.getLogger(__name__)
 
@@ -80,11 +83,17 @@ class DaytonaStandIn:
         self.requests = RequestLog()
         self.left_behind: list[str] = []
         """After closing: ids of the sandboxes that nobody had deleted."""
-        default_quota, limits = TIERS[tier]
-        names = ("authenticated", "sandbox-create", "sandbox-lifecycle")
+        default_quota, (general, creates) = TIERS[tier]
+        limits = {
+            "failed-auth": FAILED_AUTH,
+            "authenticated": general,
+            "sandbox-create": creates,
+            "sandbox-lifecycle": general,
+            "sandbox-list": general,
+        }
         self._quota = quota or default_quota
         self.rates = RateLimits(
-            self.clock, dict(zip(names, map(Rate, limits), strict=True)) if rates is None else rates
+            self.clock, {name: Rate(limit) for name, limit in limits.items()} if rates is None else rates
         )
         self._options: dict[str, Any] = {
             "regions": regions,
@@ -126,7 +135,7 @@ class DaytonaStandIn:
             room = MachineRoom(folder)
             self.builder = Builder(room, self._images, self._build_env)
             async with AsyncExitStack() as tasks:
-                group = await tasks.enter_async_context(anyio.create_task_group())
+                self._group = group = await tasks.enter_async_context(anyio.create_task_group())
                 tasks.callback(group.cancel_scope.cancel)
                 self.world = World(self.clock, room, self.builder, group, quota=self._quota, **self._options)
                 resources.push_async_callback(self._close_world)
@@ -182,7 +191,12 @@ class DaytonaStandIn:
         status = 0
         try:
             try:
-                response = await self._answer(request, handler, path, actions, headers)
+                answer = partial(self._answer, request, handler, path, actions, headers)
+                if request.path.startswith("/api") and request.method != "GET":
+                    await request.read()  # who has hung up cannot be asked any more
+                    response = await self._carry_out(answer)
+                else:
+                    response = await answer()
             except web.HTTPException as error:
                 raise ApiError(error.status, f"Cannot {request.method} {request.path}") from error
             except (ApiError, ConnectionError):
@@ -208,12 +222,13 @@ class DaytonaStandIn:
         self, request: web.Request, handler: Handler, path: str, actions: list[Action], headers: dict[str, str]
     ) -> web.StreamResponse:
         if not request.path.startswith("/storage"):  # has credentials of its own
-            self._authorize(request)
+            try:
+                self._authorize(request)
+            except ApiError:
+                self._count(headers, "failed-auth")
+                raise
         if request.path.startswith("/api"):
-            counted, passes = self.rates.hit(throttlers(request.method, path))
-            headers.update(counted)
-            if not passes:
-                raise ApiError(429, "ThrottlerException: Too Many Requests")
+            self._count(headers, *throttlers(request.method, path))
         for action in actions:
             if isinstance(action, Delay):
                 await anyio.sleep(action.seconds)
@@ -221,6 +236,28 @@ class DaytonaStandIn:
                 source = {"source": PROXY} if path.startswith("/toolbox") else {}
                 raise ApiError(action.status, action.message, code=action.code, headers=action.headers, **source)
         return await handler(request)
+
+    async def _carry_out[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """To its end, even if the caller hangs up meanwhile."""
+        done, outcome = anyio.Event(), list[Callable[[], T]]()
+
+        async def run() -> None:
+            try:
+                result = await work()
+                outcome.append(lambda: result)
+            except Exception as error:
+                outcome.append(partial(_raise, error))
+            done.set()
+
+        self._group.start_soon(run)
+        await done.wait()
+        return outcome[0]()
+
+    def _count(self, headers: dict[str, str], *counters: str) -> None:
+        counted, passes = self.rates.hit(counters)
+        headers.update(counted)
+        if not passes:
+            raise ApiError(429, "ThrottlerException: Too Many Requests")
 
     def _authorize(self, request: web.Request) -> None:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
@@ -232,3 +269,7 @@ class DaytonaStandIn:
             raise ApiError(403, "Organization ID is required")
         if organization is not None and organization != self.organization_id:
             raise ApiError(403, "You don't have access to this organization")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

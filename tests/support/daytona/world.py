@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import anyio
@@ -97,6 +98,8 @@ class World:
             raise ApiError(400, "Cannot specify an entrypoint when using a build info entry")
         if asked.image_name is not None:
             tag = asked.image_name.rpartition("/")[2].partition(":")[2]
+            if re.search(r"\s", asked.image_name):
+                raise ApiError(400, "Image name must not contain whitespace")
             if not tag and "@sha256:" not in asked.image_name:
                 raise ApiError(400, "Image name must include a tag (e.g., ubuntu:22.04) or digest")
             if tag == "latest":
