@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -24,19 +25,26 @@ def write_rollout(folder: Path, main: str, **files: str) -> Path:
 
 
 def environment_0_2(cache: Path) -> Path:
-    """The interpreter of an environment with SDK 0.2, built once and kept in the cache."""
+    """The interpreter of an environment with SDK 0.2."""
+    return environment(cache, "osmosis-ai==0.2.31")
+
+
+def environment(cache: Path, requirement: str) -> Path:
+    """The interpreter of an environment with what is required: built once, by one process, and kept in the cache."""
     python = cache / "env" / "bin" / "python"
     done = cache / "done"
-    if not done.exists():
-        uv = find_uv_bin()
-        subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(cache / "env")], check=True)
-        install = [uv, "pip", "install", "-q", "--python", str(python), "osmosis-ai==0.2.31"]
-        built = subprocess.run(install, capture_output=True, text=True, check=False)
-        if built.returncode:
-            pytest.skip(f"no environment with SDK 0.2 can be built here: {built.stderr[-300:]}")
-        # Compiles what a rollout imports, which is a tenth of what is installed.
-        subprocess.run([python, "-c", "import osmosis_ai.rollout"], check=True, env=worker_env())
-        done.touch()
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            uv = find_uv_bin()
+            subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(cache / "env")], check=True)
+            install = [uv, "pip", "install", "-q", "--python", str(python), requirement]
+            built = subprocess.run(install, capture_output=True, text=True, check=False)
+            if built.returncode:
+                pytest.skip(f"no environment with {requirement} can be built here: {built.stderr[-300:]}")
+            # Compiles what a rollout imports, which is a tenth of what is installed.
+            subprocess.run([python, "-c", "import osmosis_ai.rollout"], check=True, env=worker_env())
+            done.touch()
     return python
 
 

@@ -1,8 +1,8 @@
 """Data sets: jsonl, csv and parquet files, read and normalised as the platform does it at run time.
 
 The rules are those of osmosis-ai 0.3.8 (``eval/local/dataset.py``), which shares them with the platform. Refused here,
-and not there, is what would break a run later or lose data unseen: NaN in metadata, lone surrogates, cells beyond the
-csv header, a column that appears twice. Accepted here, and not there: a byte order mark.
+and not there, is what would break a run later or lose data unseen: NaN, lone surrogates, bottomless metadata, cells
+beyond the csv header, a column that appears twice. Accepted here, and not there: a byte order mark.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import anyio.to_thread
 import pytest
-from uv import find_uv_bin
 
 from tests.platform.support import write_rollout
 from tests.platform.test_frameworks import ROOT, harness_run
+from tests.sdk import environment
 from tests.support.policy import Reply, ScriptedPolicy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -39,20 +39,6 @@ dev = ["rollout-harness[platform,local]"]
 [tool.uv.sources]
 rollout-harness = {{ path = "{ROOT}", editable = true }}
 """
-
-
-def environment_with_eval(cache: Path) -> Path:
-    """The ``bin`` of an environment with ``osmosis-ai[eval]``, built once and kept in the cache."""
-    done = cache / "done"
-    if not done.exists():
-        uv = find_uv_bin()
-        subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(cache / "env")], check=True)
-        install = [uv, "pip", "install", "-q", "--python", str(cache / "env/bin/python"), "osmosis-ai[eval]==0.3.8"]
-        built = subprocess.run(install, capture_output=True, text=True, check=False)
-        if built.returncode:
-            pytest.skip(f"no environment with the platform's evaluation can be built here: {built.stderr[-300:]}")
-        done.touch()
-    return cache / "env/bin"
 
 
 def eval_workspace(root: Path) -> Path:
@@ -103,7 +89,7 @@ async def test_osmosis_eval_run_with_a_sandbox_for_each_rollout_and_no_tunnel(
     tmp_path: Path, pytestconfig: pytest.Config, scripted_policy: ScriptedPolicy
 ) -> None:
     assert pytestconfig.cache is not None
-    bin_ = environment_with_eval(pytestconfig.cache.mkdir("osmosis-eval"))
+    bin_ = environment(pytestconfig.cache.mkdir("osmosis-eval"), "osmosis-ai[eval]==0.3.8").parent
     scripted_policy.script = lambda body: Reply("all right")
     root = eval_workspace(tmp_path / "ws")
     done = await anyio.to_thread.run_sync(run_eval, bin_, root, scripted_policy)
