@@ -295,7 +295,8 @@ def state(pid: int | str) -> str:
 
 
 def gone(pid: int) -> bool:
-    return state(pid) in ("gone", "Z")  # dead, and perhaps not yet buried
+    """Dead, and perhaps not yet buried; its threads too, which may hold its descriptors a moment longer."""
+    return state(pid) == "gone" or (state(pid) == "Z" and len(list(Path(f"/proc/{pid}/task").glob("*"))) <= 1)
 
 
 async def until_gone(pid: int) -> None:
