@@ -161,7 +161,7 @@ async def test_destroy_ends_every_process(provider: LocalProvider, environment: 
     await made.destroy()
     await made.destroy()
     assert not [pid for pid in below if hostproc.alive(pid)]
-    assert (await made.outcome()).state == "killed"
+    assert (await made.outcome()).state in ("killed", "exited")  # it reads the end of its input, and may be first
 
 
 async def test_remove_by_listing(provider: LocalProvider, environment: Environment) -> None:
