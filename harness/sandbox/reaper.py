@@ -57,5 +57,5 @@ def reaped_at_death(provider: Provider) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(BrokenPipeError):  # somebody killed it
-            shell.communicate(b"all are gone\n")
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody killed it, or holds it
+            shell.communicate(b"all are gone\n", timeout=5)
